@@ -14,7 +14,7 @@ Commands, from the root of the repository::
     deepspeed --module benchmarks.collectives times the collectives of a step
     torchrun -m benchmarks.copy_engines       times matrix products while a unit moves by NCCL or by copy engines
     python -m benchmarks.idle TRACE           says where a traced step idles, and what communication slows
-    python -m benchmarks.scale                reckons what communication costs a step on many ranks
+    python -m benchmarks.scale                computes what communication costs a step on many ranks
 
 The files, each of which imports only from those below it:
 
@@ -28,7 +28,7 @@ packages.py     the command that times steps with other packages
 collectives.py  the command that times collectives
 copy_engines.py the command that times products beside collectives and beside copy engines
 idle.py         the command that reads a trace
-scale.py        the command that reckons what communication costs
+scale.py        the command that computes what communication costs
 messages.py     lists what a step sends on any number of ranks, without these ranks
 measure.py      what each rank process runs: trains one system and collects its figures
 tables.py       tables of one result and of several side by side, and the command that prints a line for each run

@@ -58,7 +58,7 @@ class SymmetricUnit:
         return self.handle.get_buffer(rank, self.memory.shape, self.memory.dtype)
 
     def barrier(self) -> None:
-        """Has the current stream wait until every rank's stream has come here."""
+        """Makes the current stream wait until every rank's stream has come here."""
         self.handle.barrier()
 
 

@@ -46,6 +46,6 @@ def take_gpu() -> str:
 
 
 def synchronize() -> None:
-    """Has the host wait until the GPU has done its work; on a CPU there is nothing to wait for."""
+    """Makes the host wait until the GPU has done its work; on a CPU there is nothing to wait for."""
     if on_gpus():
         torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what tools/fits reckons with the memory that was measured.
+"""Compares what tools/fits estimates with the memory that was measured.
 
 From the root of the repository, in one process and without GPUs::
 
@@ -201,8 +201,8 @@ def print_sizes(gpus: int, memory: int) -> None:
 
 
 def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]]:
-    """Returns (run, phase, reckoned, measured) of each figure."""
-    from deepspeed.compile.tools.fits import reckon
+    """Returns (run, phase, estimated, measured) of each figure."""
+    from deepspeed.compile.tools.fits import estimate
     from deepspeed.compile.tools.fits.modes import Mode, Question
 
     found, subjects = [], {}
@@ -213,8 +213,8 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
         question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked)
         key = shape, run.lora
         if key not in subjects:
-            subjects[key] = reckon.Subject(_make(shape), question, lambda sentence: None)
-        row: Any = reckon.row_of(subjects[key], Mode(run.line, **run.mode), question)
+            subjects[key] = estimate.Subject(_make(shape), question, lambda sentence: None)
+        row: Any = estimate.row_of(subjects[key], Mode(run.line, **run.mode), question)
         if subjects[key].untraceable:
             raise RuntimeError(f"{run.line}: {subjects[key].untraceable}")
         for phase, figure in run.figures.items():
@@ -222,16 +222,16 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
     return found
 
 
-def mark_of(reckoned: float, measured: float) -> str:
+def mark_of(estimated: float, measured: float) -> str:
     """Returns a mark if a figure misses the aim, to be within 3 % and not more than 1 % below: "far", or "noise"."""
-    if -0.01 <= reckoned / measured - 1 <= 0.03:
+    if -0.01 <= estimated / measured - 1 <= 0.03:
         return ""
-    return "noise" if abs(reckoned - measured) <= NOISE else "far"
+    return "noise" if abs(estimated - measured) <= NOISE else "far"
 
 
-def is_far(reckoned: float, measured: float) -> bool:
+def is_far(estimated: float, measured: float) -> bool:
     """Whether a figure misses the aim by more than noise."""
-    return mark_of(reckoned, measured) == "far"
+    return mark_of(estimated, measured) == "far"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -250,13 +250,13 @@ def main() -> int:
         return 0
     word = options.word
     far, last = 0, None
-    print("| run | page | phase | reckoned, GiB | measured | error |\n| --- | --- | --- | --- | --- | --- |")
-    for run, phase, reckoned, figure in compare([run for run in MEASURED if word in run.line]):
-        mark = mark_of(reckoned, figure)
+    print("| run | page | phase | estimated, GiB | measured | error |\n| --- | --- | --- | --- | --- | --- |")
+    for run, phase, estimated, figure in compare([run for run in MEASURED if word in run.line]):
+        mark = mark_of(estimated, figure)
         far += mark == "far"
         mark = f" **{mark}**" if mark else ""
         name, page = (run.line, run.page) if run is not last else ("", "")
-        print(f"| {name} | {page} | {phase} | {reckoned:.3f} | {figure:.3f} | {reckoned / figure - 1:+.2%}{mark} |")
+        print(f"| {name} | {page} | {phase} | {estimated:.3f} | {figure:.3f} | {estimated / figure - 1:+.2%}{mark} |")
         last = run
     print(f"\n{far} figures are more than 3 % above or 1 % below, and that by more than {NOISE} GiB.")
     return int(bool(far))

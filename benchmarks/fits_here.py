@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Trains models on this machine's GPU, and compares the memory with what tools/fits reckons.
+"""Trains models on this machine's GPU, and compares the memory with what tools/fits estimates.
 
 From the root of the repository::
 
@@ -202,7 +202,7 @@ def train(run: Run) -> dict[str, int]:
     }
 
 
-def reckoned(run: Run) -> dict[str, int]:
+def estimated(run: Run) -> dict[str, int]:
     """Returns what tools/fits says of a run, in bytes."""
     from deepspeed.compile.tools.fits import fits
 
@@ -228,7 +228,7 @@ def main() -> int:
         options.json.write_text(json.dumps(train(RUNS[options.train])))
         return 0
     chosen = {name: run for name, run in RUNS.items() if any(word in name for word in options.words or [""])}
-    print("| model | figure | reckoned, GiB | measured | error | beside the allocator |\n|" + " --- |" * 6)
+    print("| model | figure | estimated, GiB | measured | error | beside the allocator |\n|" + " --- |" * 6)
     far = 0
     for name, run in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
@@ -241,7 +241,7 @@ def main() -> int:
                 continue
             measured = json.loads(file.read_text())
         outside, label = f"{measured.pop('outside') / GIB:.2f}", name
-        expected = reckoned(run)
+        expected = estimated(run)
         for phase, figure in measured.items():
             wrong = is_far(expected[phase] / GIB, figure / GIB)
             far += wrong

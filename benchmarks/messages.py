@@ -4,7 +4,7 @@
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
 process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie is that by which
-`deepspeed.compile.tools.fits` reckons memory. So the lists follow every change of that code. Only one process is
+`deepspeed.compile.tools.fits` estimates memory. So the lists follow every change of that code. Only one process is
 needed.
 """
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Reckons what communication costs a step on many ranks, and prints the tables of docs/scale.md.
+"""Computes what communication costs a step on many ranks, and prints the tables of docs/scale.md.
 
 From the root of the repository, in one process and without GPUs::
 
@@ -59,7 +59,7 @@ FSDP2's advantage is this. With the hops of a reduce-scatter and four times the 
 ms on 256 ranks and 170 on 512 for Qwen3-8B, where FSDP2 resharded waits 65 and 302. Left out are small collectives,
 the norm and the ranks' agreement (a latency each, 1 to 5 ms on 1024 ranks), and other users of the network.
 
-**The model beside what was measured.** ``tests/house/test_scale_reckoned.py`` holds the model to these figures, but
+**The model beside what was measured.** ``tests/house/test_scale_model.py`` holds the model to these figures, but
 for gathers and scatters of two ranks.
 
 | 1 GiB of bf16, ms | 8 H200s: measured | model | 2 H200s: measured | model |
@@ -408,7 +408,7 @@ def frozen(case: Case, latency: float) -> str:
 
 
 def cases() -> list[tuple[Case, list[int]]]:
-    """Lists what is reckoned, and for how many ranks."""
+    """Lists what is computed, and for how many ranks."""
     # 0.353 s were measured for Qwen3-8B at sequence 4096 on an H200. For Qwen3-32B they grow as the products do.
     small, large = sizes(SHAPES["qwen3-8b"]), sizes(SHAPES["qwen3-32b"])
     return [
@@ -468,12 +468,12 @@ def fit(file: Path, cluster: Cluster) -> str:
         "all-gather": lambda size: cluster.to_all(size, ranks),
     }
     cells = [["collective", "smallest, us", "model", "largest, us", "model", "GB/s between the two largest"]]
-    for name, reckoned in model.items():
+    for name, computed in model.items():
         times = {int(size): took for size, took in found["seconds"][name].items()}
         (one, before), (two, after) = sorted(times.items())[-2:]
         cells.append([name])
         for size in (min(times), two):
-            cells[-1] += [f"{1e6 * times[size]:.1f}", f"{1e6 * reckoned(size):.1f}"]
+            cells[-1] += [f"{1e6 * times[size]:.1f}", f"{1e6 * computed(size):.1f}"]
         cells[-1].append(f"{(two - one) / (after - before) / 1e9:.0f}")
     return rows(cells)
 

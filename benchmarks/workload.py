@@ -93,7 +93,7 @@ def build_model(
 
 
 def multiply_in_float8(model: torch.nn.Module, recipe: str, gathered: bool) -> None:
-    """Has torchao replace the linear layers of the blocks by layers that multiply in float8; the head stays.
+    """Makes torchao replace the linear layers of the blocks by layers that multiply in float8; the head stays.
 
     On a CPU the layers emulate that. The parameters stay, in their dtype, unless FSDP2 gathers them in float8.
 

@@ -282,7 +282,7 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
     at::NoGradGuard no_grad;
     // Autograd runs the callbacks that end a backward on the stream of the backward's caller, but on the default stream
     // if no accumulation node has run. So this function does not rely on the current stream: it works on the stream
-    // that used the gradients last, and has the current stream wait for that one in the end.
+    // that used the gradients last, and makes the current stream wait for that one in the end.
     const auto caller = streams_.current();
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();

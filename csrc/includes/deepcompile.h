@@ -348,7 +348,7 @@ public:
     /// Waits for the collectives and binds the pieces that this rank owns. NCCL: the current stream waits. gloo: the
     /// calling thread does. After copy_to_host(), the current stream waits for the copies instead.
     void arrive();
-    /// For a bucket that is dropped before it arrived: on a GPU, has the current stream wait for what was sent.
+    /// For a bucket that is dropped before it arrived: on a GPU, makes the current stream wait for what was sent.
     void wait_on_device();
 
     bool empty() const { return segments_.empty(); }

@@ -220,7 +220,7 @@ pass_on.register_autograd(lambda _, gradient: count_activations(gradient))
 
 
 class SeveralActivations(torch.nn.Module):
-    """Has activations counted in the backward when all of those have been used that lie behind its parameter."""
+    """Counts activations in the backward when it has used all of those that lie behind its parameter."""
 
     def __init__(self):
         super().__init__()

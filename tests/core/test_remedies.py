@@ -100,7 +100,7 @@ class OthersWithin(BlocksWithin):
 
 
 def train_beside_others():
-    """Has the engine's optimizer leave these out; returns the errors of the others, and of the gradients of these."""
+    """Leaves these out of the engine's optimizer; returns the errors of the others, and of the gradients of these."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     module = OthersWithin().to(device())

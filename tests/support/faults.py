@@ -86,7 +86,7 @@ def interrupt():
 
 
 def interrupt_behind_backward():
-    """Has the next ``loss.backward()`` interrupted on its return, where a device's thread has run the graph.
+    """Interrupts the next ``loss.backward()`` on its return, where a device's thread has run the graph.
 
     Behind it comes what the engine does to end its backward.
     """
@@ -101,7 +101,7 @@ def interrupt_behind_backward():
 
 
 def interrupt_at_end_of_graph():
-    """Has an interrupt come when the graph of the running backward has ended, and the engine's epilogue has not begun.
+    """Interrupts the running backward after its graph has ended and before the engine's epilogue begins.
 
     Python's handler runs with the main thread's next Python code. On a GPU that is where any interrupt during the
     backward ends up, since a device's thread runs the backward while the main thread waits.
@@ -114,7 +114,7 @@ HAPPENINGS = {"raises": raise_injected, "out of memory": allocate_too_much, "int
 
 
 def arm(where, how):
-    """Has a fault happen once: in the next "forward" or "backward".
+    """Makes a fault happen once: in the next "forward" or "backward".
 
     An interrupt may also come "at the end of the graph" of the next backward, or "behind the backward".
     """

@@ -89,7 +89,7 @@ KNOWN: Dict[str, Known] = {
     "RAdamScheduleFree": Known("schedulefree", "RAdamScheduleFree", {"lr": 0.01}, "schedulefree"),
     "SGDScheduleFree": Known("schedulefree", "SGDScheduleFree", {"lr": 0.1}, "schedulefree"),
     "Lion": Known("lion_pytorch", "Lion", {"lr": 0.001}, "lion-pytorch"),
-    # It reckons its rate from sums over its parameters, so each rank has a rate of its own.
+    # It computes its rate from sums over its parameters, so each rank has a rate of its own.
     "Prodigy": Known("prodigyopt", "Prodigy", {"d0": 1e-3}, "prodigyopt", like_plain=False),
     "CAME": Known("came_pytorch", "CAME", {"lr": 0.01}, "came-pytorch", like_plain=False),
     "AdamW8bit of torchao": Known("torchao.optim", "AdamW8bit", {"lr": 0.01}, "torchao"),

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has cpuinfo find out once what this processor is: it starts a program for that, which takes a CPU-second.
+"""Makes cpuinfo find out once what this processor is: it starts a program for that, which takes a CPU-second.
 
 DeepSpeed asks cpuinfo whenever it makes an Adam in C++.
 """

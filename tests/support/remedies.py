@@ -290,7 +290,7 @@ FOLLOWED = {
     "Restart from a checkpoint": "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again",
     # The tools.
     "change that, or leave the configuration out": (
-        "tools/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
+        "tools/fits/test_fits.py::test_a_configuration_that_is_not_estimated"
     ),
     "is not above 0; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "is not from 1 to {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
@@ -432,7 +432,7 @@ ADVISES_NOTHING = (
     "DeepCompile compiled one frame more than {} times: {}. {}",
     "DeepSpeed cannot build {}, because this machine lacks {}",
     "it calls what calls its blocks more than once",
-    "nothing can be reckoned ({})",
+    "nothing can be estimated ({})",
     "another profiler runs",
     "taken by get_model_state_dict()",
     "a sharded parameter was gathered",

@@ -22,7 +22,7 @@ WITHOUT_A_GPU = {
     "test_memory_picture_page.py": "draws a page from made-up data in a browser",
     "test_packaging.py": "builds packages and installs them",
     "test_rooms.py": "builds the package without a part of it, and trains on CPU",
-    "test_scale_reckoned.py": "reckons, and measures gloo",
+    "test_scale_model.py": "computes a model, and measures gloo",
     "test_site.py": "builds the pages and opens them in a browser",
     "test_two_hosts.py": "trains on two hosts that see no GPU",
 }

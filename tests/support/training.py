@@ -107,7 +107,7 @@ def low_precision(dtype, loss_scale_window):
 
 
 def offload(config):
-    """Has a configuration keep the optimizer on the host, also one that is not DeepSpeed's own."""
+    """Makes a configuration keep the optimizer on the host, also one that is not DeepSpeed's own."""
     config["zero_optimization"].setdefault("offload_optimizer", {"device": "cpu"})
     config["zero_force_ds_cpu_optimizer"] = False
 
@@ -192,7 +192,7 @@ def updates_compiled_from(numel, large=2**22):
 
 
 def step_in_one_pass(engine):
-    """Has an engine step Adam as with the backend "inductor", which would take long to compile the model."""
+    """Makes an engine step Adam as with the backend "inductor", which would take long to compile the model."""
     if "features.update" not in NAMES:
         return
     from deepspeed.compile.features.update.feature import Update

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/fits``: what is reckoned beside what engines and autograd hold, and the command."""
+"""``tools/fits``: what is estimated beside what engines and autograd hold, and the command."""
 
 import gc
 import json
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.tools.fits import __main__ as command
-from deepspeed.compile.tools.fits import configuration, fits, fsdp2, gradients, liveness, modes, reckon, sources
+from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
 from deepspeed.compile.tools.fits.activations import Activations, Moment
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
@@ -66,7 +66,7 @@ class ReadsValues(Small):
 
 
 def subject_of(make_model, dtype=torch.bfloat16, **asked):
-    return reckon.Subject(make_model, Question(dtype=dtype, **asked), lambda sentence: None)
+    return estimate.Subject(make_model, Question(dtype=dtype, **asked), lambda sentence: None)
 
 
 def held_by_engine(case):
@@ -93,8 +93,8 @@ def held_by_engine(case):
 @vary("remainders", [False, True])
 @vary("eight_bit", [False, True])
 @vary("model", ["AlignedBlocksWithin", "TiedEmbedding"])
-def test_a_rank_holds_what_is_reckoned(ranks, model, eight_bit, remainders):
-    """Another geometry than the engine's would be reckoned with: padding, halves of parameters, blocks of 8 bits."""
+def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
+    """Another geometry than the engine's would be estimated with: padding, halves of parameters, blocks of 8 bits."""
     options = {"optimizer_states": "8bit" if eight_bit else None, "store_param_remainders": remainders}
     config = {"compile": options}
     case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
@@ -102,7 +102,7 @@ def test_a_rank_holds_what_is_reckoned(ranks, model, eight_bit, remainders):
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
         whole = 2 * 2 * gradients.layout_of(flat, 2).partition_size[0]
         bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
-        states = reckon.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
+        states = estimate.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
         assert held == {"parameters": whole, **states, "gradients": bound}
 
 
@@ -294,8 +294,8 @@ def test_blocks_that_stay_whole():
     every = row_that_keeps("fit")
     assert (every.mode.name, every.peak) == ("kept: 8 of 8 blocks", peaks[-1])
     # A GPU with room for what three blocks need, and for what the allocator does not have.
-    taken = peaks[-2] / reckon.GIB + reckon.CONTEXT + reckon.NCCL
-    less = row_that_keeps("fit", 1e-6 + taken / (0.95 * reckon.SHOWN))
+    taken = peaks[-2] / estimate.GIB + estimate.CONTEXT + estimate.NCCL
+    less = row_that_keeps("fit", 1e-6 + taken / (0.95 * estimate.SHOWN))
     assert (less.mode.name, less.mode.pace, less.peak) == ("kept: 3 of 8 blocks", 1.1, peaks[-2])
     assert '"keep_gathered": "fit"' in less.line and row_that_keeps("fit", 2.0).mode.name == "kept"
 
@@ -305,7 +305,7 @@ class Twice(Small):
         return (self.body(ids) - self.body(ids + 1)).square().mean()
 
 
-def test_what_is_not_reckoned_is_unknown():
+def test_what_is_not_estimated_is_unknown():
     """A peak without activations would be called one that fits."""
     answer = fits(Twice, modes=[PLAIN], gpus=2, sequence=TOKENS)
     assert answer.verdict(answer.first) == "unknown"
@@ -490,24 +490,24 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     first = answer["rows"][0]
     assert first["mode"] == "your configuration" and first["fits"] == "yes"
     # bf16 parameters, and half of the masters and moments.
-    assert first["at_rest"] - reckon.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
+    assert first["at_rest"] - estimate.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
 
 
 @pytest.mark.quick
 @vary(
     "varied, sentence",
     [
-        ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, and only the stages 1 and 2 are reckoned"),
+        ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, and only the stages 1 and 2 are estimated"),
         ({"compile": {"deepcompile": False}}, "does not set compile.deepcompile to true"),
         ({"compile": None}, "DeepSpeed refuses the configuration"),
         ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is no part of the activations"),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are reckoned"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are estimated"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),
         ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
     ],
 )
-def test_a_configuration_that_is_not_reckoned(varied, sentence):
+def test_a_configuration_that_is_not_estimated(varied, sentence):
     """The row of a configuration would have the figures of another one, or the command would end with a traceback."""
     question = Question(gpus=2, dtype=torch.bfloat16)
     # What is advised: the configuration without that.
@@ -572,7 +572,7 @@ def test_a_configuration_without_sections(capsys, tmp_path):
     assert "has no sections; name a file as DeepSpeed reads it" in capsys.readouterr().err
 
 
-def test_what_is_written_is_reckoned():
+def test_what_is_written_is_estimated():
     """The command would refuse the lines that it has the user write."""
     rows = fits(Small, gpus=2, sequence=TOKENS).rows
     lines = [json.loads(f"{{{row.line}}}") for row in rows if row.mode.system == "fork" and not row.mode.checkpoint]
@@ -581,7 +581,7 @@ def test_what_is_written_is_reckoned():
         configuration.apply({**line, "bf16": {"enabled": True}}, Question(gpus=2), False)
 
 
-def test_all_that_is_not_reckoned_is_named():
+def test_all_that_is_not_estimated_is_named():
     """Who mends the first reason would be refused for the next one."""
     config = {**BASE, "zero_optimization": {"stage": 3}, "compile": {"deepcompile": False}}
     with pytest.raises(ValueError, match="has ZeRO stage 3.*, and does not set compile.deepcompile to true"):
@@ -663,14 +663,14 @@ def test_a_model_of_transformers(capsys, tmp_path, lora):
     subject.model.model.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
     )
-    assert reckon.row_of(subject, PLAIN, Question(gpus=2, sequence=128, accumulation=1)).forward is not None
+    assert estimate.row_of(subject, PLAIN, Question(gpus=2, sequence=128, accumulation=1)).forward is not None
     assert masks == [None]
 
 
 @pytest.mark.slow
 @vary("word", ["0.6b, 4096, 8", "0.6b 14 layers", "8b, 4096, 2 GPUs"])
 def test_what_was_measured(package, word):
-    """What is reckoned would be far from what GPUs hold: more than 3 % above, or more than 1 % below."""
+    """What is estimated would be far from what GPUs hold: more than 3 % above, or more than 1 % below."""
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     benchmark = package("fits")
     runs = [each for each in benchmark.MEASURED if word in each.line]
@@ -684,14 +684,14 @@ def test_verdicts():
     row = answer.first
     taken = 80 - sum(answer.left_out.values())
     for part, verdict in ((1.01, "no"), (0.99, "tight"), (0.82, "tight"), (0.81, "yes")):
-        assert answer.verdict(row._replace(peak=int(part * taken * reckon.GIB))) == verdict
+        assert answer.verdict(row._replace(peak=int(part * taken * estimate.GIB))) == verdict
 
 
 def test_the_rank_with_the_highest_peak(monkeypatch):
     """The rank whose gradients make the peak would be left out."""
     asked = []
     send = gradients.send
-    monkeypatch.setattr(reckon, "send", lambda flat, *key: asked.append(key[2]) or send(flat, *key))
+    monkeypatch.setattr(estimate, "send", lambda flat, *key: asked.append(key[2]) or send(flat, *key))
     fits(Small, modes=[PLAIN], gpus=5, sequence=TOKENS)
     assert asked == [*range(5)]
 

@@ -143,7 +143,7 @@ def test_more_than_can_be_counted(name, value):
 
 
 def test_a_place_that_cannot_be_written(capsys, tmp_path):
-    """All would be reckoned first, for minutes, and then lost in a traceback."""
+    """All would be estimated first, for minutes, and then lost in a traceback."""
     arguments = "--model", "no_such_module:make", "--json"
     place = tmp_path / "no folder" / "figures.json"
     assert f"--json {place} cannot be written: " in refusal(capsys, *arguments, place)
@@ -157,7 +157,7 @@ def test_a_place_that_cannot_be_written(capsys, tmp_path):
     "section, said",
     [
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, "reduce_bucket_size: Input should be greater"),
-        ({"sequence_parallel_size": "two"}, "splits sequences, which is not reckoned"),
+        ({"sequence_parallel_size": "two"}, "splits sequences, which is not estimated"),
         ({"train_micro_batch_size_per_gpu": 0}, "DeepSpeed refuses the configuration: Train batch size: 0 has to be"),
     ],
 )

@@ -220,7 +220,7 @@ class Boom(Exception):
 
 
 def raises_within(case, folder, where):
-    """Has the recorded step raise; returns what was raised, what was logged and the names of the files."""
+    """Makes the recorded step raise; returns what was raised, what was logged and the names of the files."""
     torch._dynamo.reset()
     with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=2))

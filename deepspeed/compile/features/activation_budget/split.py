@@ -64,7 +64,7 @@ def split_joint(
 
 
 def _copy(joint: GraphModule, buffers: Collection[int]) -> None:
-    """Has a joint graph read copies of buffers, and the forward keep those that the backward reads."""
+    """Makes a joint graph read copies of buffers, and the forward keep the copies that the backward reads."""
     for node in joint.graph.find_nodes(op="placeholder"):
         reads = [user for user in node.users if user.target is not torch.ops.aten.copy_.default]
         if index_of(node) not in buffers or not reads:

@@ -64,9 +64,9 @@ class Call:
         own["_compiled_call_impl"] = self
 
     def break_graphs(self) -> None:
-        """Has this call, which is put in, end the graph of other code that calls the module.
+        """Makes other code's graph end where it calls the module. Called after :meth:`put_in`.
 
-        Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces
+        If a module has no hooks, Dynamo traces its forward at once. If it has one, Dynamo traces
         ``nn.Module.__call__()`` and finds this call, so the module gets a hook.
         """
         if self._hook is None:

@@ -130,7 +130,7 @@ class Blocks(Feature):
         self._limit.stop_if_exceeded()
         if self._told_of_hooks:
             return
-        # A hook that comes later has Dynamo compile again. Look for hooks only after that: a model has many modules.
+        # A later hook makes Dynamo compile again. Look for hooks only after a compilation: a model has many modules.
         compilations = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
         module = self._module()
         if compilations != self._compilations and module is not None:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes compiled code notice what changes in modules and parameters after the code was compiled.
 
-Two of Dynamo's options have it leave out guards that cost the host time in each call. Other people's code keeps these
-options as they are.
+Two of Dynamo's options leave out guards, which cost the host time in each call. This file turns both off for the
+engine's compilations only.
 """
 
 import threading
@@ -22,9 +22,9 @@ _OPTIONS_THAT_LEAVE_OUT_GUARDS = (
 
 
 def guard_all() -> None:
-    """Called when a frame is compiled: has Dynamo make all guards in the compilation under way, and in no other.
+    """Called when a frame is compiled: makes Dynamo keep all guards in this compilation, and in no other.
 
-    Dynamo makes guards after the backend has returned. So the options are set back when the compilation ends.
+    Dynamo makes guards after the backend has returned, so the end of the compilation restores the options.
     """
     if set_back not in callback_handler.end_callbacks:
         # This is the first compilation of all, or torch._dynamo.reset() has dropped all callbacks.
@@ -36,14 +36,14 @@ def guard_all() -> None:
 
 
 def set_back(_args: Optional[CallbackArgs] = None) -> None:
-    """Sets back the options of this thread. Called when a compilation ends, and by who calls compiled code itself.
+    """Restores the options of this thread. Called when a compilation ends, and after each call of compiled code.
 
-    While another thread compiles, for example a backward, Dynamo does not tell that a compilation of this thread ends.
+    While another thread compiles, for example a backward, Dynamo does not report the end of this thread's compilation.
     """
     if _former_options:
         for name, value in _former_options.pop(threading.get_ident(), {}).items():
             setattr(torch._dynamo.config, name, value)
 
 
-# Thread with a compilation under way -> the values of the options before it, which are options of each thread.
+# Thread with a running compilation -> the former values of the options, which are options of each thread.
 _former_options: Dict[int, Dict[str, bool]] = {}

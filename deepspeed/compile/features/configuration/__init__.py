@@ -1,12 +1,13 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The front door of an engine: reads its options, refuses what cannot be honoured, and has the engine compile itself.
+"""The front door of an engine: reads its options, refuses what cannot be honoured, and makes the engine compile itself.
 
-- ``options.py``, ``sentences.py``: the section ``compile``. What has no effect is left out, what is wrong said in one
-  sentence.
-- ``initialize.py``, ``same_models.py``: what ``deepspeed.initialize()`` refuses, before it changes anything where it
-  can, models that differ by rank among it.
-- ``feature.py``, ``refused.py``, ``refused_calls.py``, ``ignored.py``: options of DeepSpeed that are refused, and
-  those that are warned of. A part's own options are its own business.
-- ``self_compile.py``: when an engine compiles itself.
+- ``options.py``, ``sentences.py``: read the section ``compile``. They drop options without effect, and report a wrong
+  one in one sentence.
+- ``initialize.py``, ``same_models.py``: the checks of ``deepspeed.initialize()``, if possible before it changes
+  anything. They also refuse models that differ by rank.
+- ``feature.py``, ``refused.py``, ``refused_calls.py``, ``ignored.py``: refuse options of DeepSpeed, and warn of
+options
+  without effect. Each part does so for its own options.
+- ``self_compile.py``: decides when an engine compiles itself.
 """

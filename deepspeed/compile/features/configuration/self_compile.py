@@ -38,9 +38,9 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
 def before_forward(engine: "DeepSpeedEngine") -> None:
     """Compiles an engine before its first training forward, which has gradients enabled.
 
-    Where an option has all ranks make every forward together, compiles the engine before the first of all. Otherwise a
-    forward in evaluation mode does not count as a training forward, because a rank may evaluate alone, even with
-    gradients.
+    With sharded parameters all ranks make every forward together: then the first forward of any kind compiles the
+    engine. Otherwise a forward in evaluation mode does not count as a training forward, because a rank may evaluate
+    alone, even with gradients.
 
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.

@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 class ChunkedLosses:
-    """Has graphs of an engine compute their losses in chunks.
+    """Makes an engine's graphs compute their losses in chunks.
 
     Args:
         wanted: the option ``compile.chunked_loss``.

@@ -11,7 +11,7 @@ from .stand_in import StandIn
 
 
 class Muon(Feature):
-    """Orthogonalizes gradients of matrices, and has other rules step what Muon itself would step whole."""
+    """Orthogonalizes gradients of matrices, and lets other rules step partitions that Muon itself would step whole."""
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:

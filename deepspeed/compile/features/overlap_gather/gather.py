@@ -39,7 +39,7 @@ def broadcasts_pay(units: List[List[Run]]) -> bool:
 
     Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If these are more
     than can broadcast side by side, the broadcasts take longer than the forward that they run under:
-    ``benchmarks/scale.py`` reckons that.
+    ``benchmarks/scale.py`` computes that.
     """
     return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam over rows of elements in torch's operators, and what a step of it is given.
 
-:func:`step_rows` runs operator by operator. :func:`compile_step` has Inductor make one pass over memory of it.
+:func:`step_rows` runs operator by operator. :func:`compile_step` compiles it to one pass over memory.
 """
 
 from typing import Callable, NamedTuple, Tuple

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has Dynamo trace peft's DoRA.
+"""Makes Dynamo trace peft's DoRA.
 
 To peft: ``dequantize_module_weight()`` asks for ``type(weight).__module__``, which ends a graph in every adapted layer
 under ``torch.compile``, also where no weight is quantized. Please return a plain ``Parameter`` before that question.

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has Dynamo trace peft's DoRA, whose function for quantized weights would end a graph in every adapted layer.
+"""Makes Dynamo trace peft's DoRA, whose function for quantized weights would end a graph in every adapted layer.
 
 The function asks for ``type(weight).__module__``, which Dynamo cannot answer where the type is torch's own.
 """
@@ -15,7 +15,7 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 
 
 class Dora(Feature):
-    """Has Dynamo trace weights that are not quantized, in this process from then on, if peft has been imported."""
+    """Makes Dynamo trace unquantized weights for the rest of the process, if peft has been imported."""
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:

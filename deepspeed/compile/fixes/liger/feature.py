@@ -24,7 +24,7 @@ _FUNCTIONS = (
 
 
 class Liger(Feature):
-    """Has Dynamo leave these functions out, in this process from then on, if Liger has been imported."""
+    """Makes Dynamo leave these functions out for the rest of the process, if Liger has been imported."""
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:

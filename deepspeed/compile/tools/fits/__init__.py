@@ -19,11 +19,11 @@ activations.py     runs a model without memory, with the memory of its graphs
 gradients.py       what the reducer holds of gradients, and the layout of partitions
 fsdp2.py           what FSDP2 holds, by its published scheme
 sources.py         makes a model and a batch
-reckon.py          adds up
+estimate.py        adds up
 __main__.py        the command
 =================  ==================================================================================
 
-``python -m benchmarks.fits`` compares what is reckoned with what was measured.
+``python -m benchmarks.fits`` compares what is estimated with what was measured.
 """
 
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from .estimate import Answer
     from .modes import Mode
-    from .reckon import Answer
 
 NEEDS = (
     "features.loss",
@@ -53,20 +53,20 @@ def fits(
     say: Callable[[str], None] = lambda sentence: None,
     **question: Any,
 ) -> "Answer":
-    """Reckons what a model needs in each mode.
+    """Estimates what a model needs in each mode.
 
     Args:
         make_model: makes the model, as tensors without memory.
         config: a DeepSpeed configuration, which becomes a mode of its own.
         checkpoint: whether that mode computes each block again in the backward.
-        modes: those to reckon, by default all that have a meaning.
+        modes: those to estimate, by default all that have a meaning.
         say: is told what is being done.
         question: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
 
     Raises:
-        ValueError: if the model cannot be made, or if what is asked is not reckoned.
+        ValueError: if the model cannot be made, or if what is asked is not estimated.
     """
+    from .estimate import fits_of
     from .modes import Question
-    from .reckon import fits_of
 
     return fits_of(make_model, Question(**question), config, checkpoint, modes, say)

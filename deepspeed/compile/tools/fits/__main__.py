@@ -48,7 +48,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         parse.error("--checkpoint goes with --config")
     if options.json is not None:
         try:
-            # Now, and not when all is reckoned. What is there stays until then.
+            # Now, and not when all is estimated. What is there stays until then.
             with open(options.json, "a"):
                 pass
         except OSError as error:
@@ -97,7 +97,7 @@ def as_json(answer: Any) -> Dict[str, Any]:
 
 def table(answer: Any, model: str) -> List[str]:
     """Returns the lines that the command prints."""
-    from .reckon import GIB, RESERVED
+    from .estimate import GIB, RESERVED
 
     asked = answer.question
     trains = "" if answer.trained == answer.elements else f", of which {answer.trained / 1e9:.3f} are trained"

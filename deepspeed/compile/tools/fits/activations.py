@@ -151,7 +151,7 @@ class _Compiled(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        # Has checkpointing compute the block again.
+        # Makes checkpointing compute the block again.
         tensors = ctx.saved_tensors
         memory, graphs, count = ctx.memory, ctx.graphs, len(ctx.names)
         memory.end_moment(None)
@@ -359,7 +359,7 @@ class _Enough(Exception):
 
 
 class _Attention(TorchFunctionMode):
-    """Has torch's attention drop nothing: a GPU's then keeps what a CPU's does, which has no flash attention with
+    """Makes torch's attention drop nothing: a GPU's then keeps what a CPU's does, which has no flash attention with
     dropout. A GPU's keeps two numbers more for dropout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

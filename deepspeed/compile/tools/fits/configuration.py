@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a DeepSpeed configuration as the engine does, and refuses what is not reckoned."""
+"""Reads a DeepSpeed configuration as the engine does, and refuses what is not estimated."""
 
 import dataclasses
 from typing import Any, Dict, List, Tuple
@@ -13,8 +13,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from .modes import Mode, Question
 
 _SAYS = "the configuration"
-# Options that change the memory in a way that is not reckoned, unless they are off.
-_NOT_RECKONED = (
+# Options that change the memory in a way that is not estimated, unless they are off.
+_NOT_ESTIMATED = (
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     "communication_data_type",
@@ -46,7 +46,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         The mode of the configuration, the question as it completes it, and sentences on what it left open.
 
     Raises:
-        ValueError: if DeepSpeed refuses the configuration, or if it asks for what is not reckoned.
+        ValueError: if DeepSpeed refuses the configuration, or if it asks for what is not estimated.
     """
     automatic: List[str] = []
     config = _decided(config, "", automatic)
@@ -74,17 +74,17 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         dtype = question.dtype or torch.bfloat16
     host = zero.offload_optimizer.device if zero.offload_optimizer is not None else "none"
     doubts = (
-        (zero.stage not in (1, 2), f"has ZeRO stage {int(zero.stage)}, and only the stages 1 and 2 are reckoned"),
-        (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
-        (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are reckoned"),
-        ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
-        (config.get("sequence_parallel_size") not in (None, 0, 1), "splits sequences, which is not reckoned"),
+        (zero.stage not in (1, 2), f"has ZeRO stage {int(zero.stage)}, and only the stages 1 and 2 are estimated"),
+        (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is estimated"),
+        (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are estimated"),
+        ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not estimated"),
+        (config.get("sequence_parallel_size") not in (None, 0, 1), "splits sequences, which is not estimated"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
-        (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not reckoned"),
+        (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not estimated"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
         *(
-            (_value(config, name) not in (None, False, _NAMES[dtype]), f"has {name}, which is not reckoned")
-            for name in _NOT_RECKONED
+            (_value(config, name) not in (None, False, _NAMES[dtype]), f"has {name}, which is not estimated")
+            for name in _NOT_ESTIMATED
         ),
     )
     refused = [why for is_so, why in doubts if is_so]

@@ -161,7 +161,7 @@ def _checkpointed(mode):
     return dataclasses.replace(mode, name=name, pace=round(mode.pace + 0.3, 1), checkpoint=True)
 
 
-# A budget, too, has the backward compute again.
+# A budget, too, makes the backward compute again.
 MODES = (*_BASES, *(_checkpointed(mode) for mode in _BASES if mode.budget is None))
 
 

@@ -306,7 +306,7 @@ def _told(error):
 
 
 def _wrap(undo: contextlib.ExitStack, owner: Any, name: str, wrapper: Callable) -> None:
-    """Has calls of ``owner.name(...)`` call ``wrapper(method, ...)``, until ``undo`` is closed."""
+    """Makes calls of ``owner.name(...)`` call ``wrapper(method, ...)`` until ``undo`` is closed."""
     before = vars(owner).get(name)
     object.__setattr__(owner, name, functools.partial(wrapper, getattr(owner, name)))
     # Whoever holds `undo` must not keep the engine alive.

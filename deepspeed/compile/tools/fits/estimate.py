@@ -77,7 +77,7 @@ class Answer(NamedTuple):
         question: what was asked, completed.
         rows: the modes: that of the configuration first, then by their pace, and of equal ones by their peak.
         first: the row of the configuration, or of the first mode.
-        notes: what could not be reckoned, and why.
+        notes: what could not be estimated, and why.
     """
 
     model: str
@@ -198,7 +198,7 @@ class Subject:
         return self.repeated if by_blocks else self.blocks
 
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
-        """Returns those of a mode, which are reckoned once, or None if the model cannot be traced."""
+        """Returns those of a mode, which are estimated once, or None if the model cannot be traced."""
         by_blocks = mode.by_blocks and not self.blocks
         key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
         if key in self._activations or key in self.untraceable:
@@ -308,7 +308,7 @@ def fits_of(
         row for row in found if row is not None and (row is found[0] or (row.mode.keep != 0 and _gains(row, plain)))
     ]
     if not rows:
-        raise sources.Unusable(f"nothing can be reckoned ({', '.join(subject.untraceable.values())})")
+        raise sources.Unusable(f"nothing can be estimated ({', '.join(subject.untraceable.values())})")
     for why in dict.fromkeys(subject.untraceable.values()):
         notes.append(
             f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown, and "

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The model of communication in docs/scale.md: what it counts, and what it reckons where something was measured."""
+"""The model of communication in docs/scale.md: what it counts, and what it computes where something was measured."""
 
 import functools
 import json
@@ -86,25 +86,25 @@ def of_others(cluster, ranks):
     return cluster.to_one(GIB * (ranks - 1) // ranks, ranks, operations=ranks)
 
 
-def test_the_model_reckons_what_its_docstring_says_was_measured(package):
+def test_the_model_computes_what_its_docstring_says_was_measured(package):
     """The docstring would have other figures than the model, or the model be over 10 % off what was measured."""
     cluster, page = package("scale").Cluster(), package("scale").__doc__
     checked = 0
-    for name, reckon in COLLECTIVES.items():
+    for name, model in COLLECTIVES.items():
         (cells,) = re.findall(rf"(?m)^\| {re.escape(name)} \|(.*)\|$", page)
-        eight, reckoned_eight, two, reckoned_two = (cell.strip() for cell in cells.split("|"))
-        for ranks, measured, reckoned in ((8, eight, reckoned_eight), (2, two, reckoned_two)):
+        eight, modelled_eight, two, modelled_two = (cell.strip() for cell in cells.split("|"))
+        for ranks, measured, computed in ((8, eight, modelled_eight), (2, two, modelled_two)):
             if measured:
-                milliseconds = 1e3 * reckon(cluster, ranks)
-                assert f"{milliseconds:.2f}" == reckoned, (name, ranks)
+                milliseconds = 1e3 * model(cluster, ranks)
+                assert f"{milliseconds:.2f}" == computed, (name, ranks)
                 if (name, ranks) not in FAR_OFF:
                     assert milliseconds == pytest.approx(float(measured), rel=0.1), (name, ranks)
                 checked += 1
     assert checked == 10
-    measured, reckoned = re.search(r"takes ([\d.]+) ms on 2 H200s \(model ([\d.]+)\)", page).groups()
+    measured, computed = re.search(r"takes ([\d.]+) ms on 2 H200s \(model ([\d.]+)\)", page).groups()
     # A message of 2^25 elements of bf16.
     milliseconds = 1e3 * cluster.to_one(2**26, 2)
-    assert f"{milliseconds:.3f}" == reckoned and milliseconds == pytest.approx(float(measured), rel=0.11)
+    assert f"{milliseconds:.3f}" == computed and milliseconds == pytest.approx(float(measured), rel=0.11)
 
 
 def test_parts_of_steps_that_were_measured(package, qwen3):
