@@ -38,7 +38,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x):
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -169,7 +169,7 @@ def train(run: Run) -> dict[str, int]:
     if run.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     batch = sources.batch_for(model, run.micro_batch, run.sequence or 1)
-    batch = {name: each.cuda() for name, each in batch.items()}
+    batch = {name: tensor.cuda() for name, tensor in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)[0]
     engine.compile()

@@ -40,7 +40,9 @@ def per_token(model: torch.nn.Module, seq: int) -> int:
     """
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     # A quantized weight has another shape than its matrix.
-    matrices = sum((6 if each.weight.requires_grad else 4) * each.in_features * each.out_features for each in linear)
+    matrices = sum(
+        (6 if layer.weight.requires_grad else 4) * layer.in_features * layer.out_features for layer in linear
+    )
     config: Any = model.config
     return matrices + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq
 

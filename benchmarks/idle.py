@@ -156,7 +156,7 @@ def _cause(kernel, idle_since, others):
     if kernel.launched > idle_since:
         return "host: not launched yet"
     last = bisect.bisect(others, (kernel.begin, True, "\uffff"))
-    ended = [each for each in others[max(last - 8, 0) : last] if each[0] > max(kernel.begin - AT_ONCE, idle_since)]
+    ended = [other for other in others[max(last - 8, 0) : last] if other[0] > max(kernel.begin - AT_ONCE, idle_since)]
     for _, is_collective, name in reversed(ended):
         if is_collective:
             return short(name)
@@ -206,15 +206,15 @@ def lines(kernels: list[Kernel], most: int = 12) -> Iterator[str]:
         f"step {(own[-1][1] - own[0][0]) / 1e3:.1f} ms: the compute stream runs {length(own) / 1e3:.1f}, "
         f"{count} kernels of collectives {length(communication) / 1e3:.1f}, both at once {both / 1e3:.1f}"
     )
-    yield f"idle {sum(each.length for each in idle) / 1e3:.1f} ms, in {len(idle)} times of more than {LAUNCH:g} us"
+    yield f"idle {sum(pause.length for pause in idle) / 1e3:.1f} ms, in {len(idle)} times of more than {LAUNCH:g} us"
     by_cause: Counter = Counter()
-    for each in idle:
-        by_cause[each.cause] += each.length
+    for pause in idle:
+        by_cause[pause.cause] += pause.length
     for cause, total in by_cause.most_common(most):
         yield f"  {total / 1e3:8.2f} ms  {cause}"
     yield "the longest"
-    for each in sorted(idle, key=lambda each: -each.length)[:most]:
-        yield f"  {each.length / 1e3:8.2f} ms at {each.begin / 1e3:8.1f}, before {each.before}: {each.cause}"
+    for pause in sorted(idle, key=lambda pause: -pause.length)[:most]:
+        yield f"  {pause.length / 1e3:8.2f} ms at {pause.begin / 1e3:8.1f}, before {pause.before}: {pause.cause}"
     products = slowed(kernels)
     expected = sum(row.alone * row.count_beside for row in products)
     if expected:

@@ -104,7 +104,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "setup_peak": trainer.setup_peak,
         "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[settings.warm :]),
-        "phases_s": {name: statistics.median(each[settings.warm :]) for name, each in phase_seconds.items()},
+        "phases_s": {name: statistics.median(seconds[settings.warm :]) for name, seconds in phase_seconds.items()},
         "compilation_s": compilation,
         # A CPU's allocator keeps no count. There the profiler tells what the step adds to what tensors held before.
         "phases": phases or {name: allocated_in(recorded, name) for name in PHASES},

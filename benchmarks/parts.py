@@ -146,7 +146,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):
-        sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
+        sizes = [parameter.numel() for parameter in build_model(shape, torch.bfloat16, "meta", False).parameters()]
     if not on_gpus():
         one_pass.LEAST_NUMEL = 2**10
     numel = sum(sizes)
@@ -179,7 +179,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
     ):
         # In pieces, because the whole in 32 bits several times does not fit beside the states of the runs before.
         remainders = torch.empty_like(new, dtype=torch.int16)
-        for masters, parameters, rests in zip(*(each.split(2**26) for each in (master.data, new, remainders))):
+        for masters, parameters, rests in zip(*(tensor.split(2**26) for tensor in (master.data, new, remainders))):
             parameters[:], rests[:] = split(masters)
         rule = RemaindersAdam([remainders], [states()])
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
@@ -272,8 +272,8 @@ def time_model(
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         synchronize()
-    kernels = [each for each in profiler.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    busy = sum(each.device_time_total for each in kernels) / 1e6
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(kernel.device_time_total for kernel in kernels) / 1e6
     times.tell("model, kernels", busy, more=f", {len(kernels)} of them")
     with torch.no_grad():
         time_beside(lambda: model(input_ids=ids, labels=ids), update, repetitions)

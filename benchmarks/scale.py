@@ -146,10 +146,10 @@ class Cluster:
         between = math.ceil(ranks / self.per_node) - 1
         inside = ranks - 1 - between
         return min(
-            each.base
-            + self.latency * (inside * each.inside + between * each.between)
-            + size * (ranks - 1) / ranks / (self.bandwidth * each.bandwidth)
-            for each in PROTOCOLS.values()
+            protocol.base
+            + self.latency * (inside * protocol.inside + between * protocol.between)
+            + size * (ranks - 1) / ranks / (self.bandwidth * protocol.bandwidth)
+            for protocol in PROTOCOLS.values()
         )
 
     def to_one(self, size: int, ranks: int, operations: int = 1) -> float:
@@ -159,10 +159,13 @@ class Cluster:
         """
         rounds = math.ceil(operations / self.channels)
         return min(
-            each.base
-            + self.latency * rounds * ranks * (each.to_one_inside if ranks <= self.per_node else each.to_one_between)
-            + size / (self.bandwidth * each.bandwidth)
-            for each in PROTOCOLS.values()
+            protocol.base
+            + self.latency
+            * rounds
+            * ranks
+            * (protocol.to_one_inside if ranks <= self.per_node else protocol.to_one_between)
+            + size / (self.bandwidth * protocol.bandwidth)
+            for protocol in PROTOCOLS.values()
         )
 
     def compare(self, ranks: int) -> float:
@@ -442,7 +445,7 @@ def counts(case: Case, of: list[int]) -> str:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
         numbers = [layout(case.model, ranks).partition_size[0]]
         for sent in (now, before):
-            numbers += [sum(each.bytes > 0 for each in sent), sum(each.messages for each in sent)]
+            numbers += [sum(message.bytes > 0 for message in sent), sum(message.messages for message in sent)]
         numbers.append(sum(map(len, broadcasts(case.model, ranks))))
         cells.append([str(ranks), *map(str, numbers)])
     return rows(cells)

@@ -9,5 +9,5 @@ model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), LigerRMSNorm(1024), tor
 compiled = torch.compile(copy.deepcopy(model))
 for _ in range(3):
     x = torch.randn(512, 1024, device="cuda")
-    expected, found = (torch.autograd.grad(each(x).square().mean(), each.parameters()) for each in (model, compiled))
+    expected, found = (torch.autograd.grad(run(x).square().mean(), run.parameters()) for run in (model, compiled))
     print([f"{(a - b).norm() / a.norm():.1e}" for a, b in zip(expected, found, strict=True)])

@@ -126,7 +126,7 @@ def train(case, change, one_pass):
                 change(engine.optimizer.averaged_gradients, group)
             engine.step()
             after.append(held(gradient_counters(engine)) if case.deepcompile else NOTHING)
-        ends = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+        ends = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
         engine.destroy()
     return ends, after
 
@@ -206,7 +206,7 @@ def refuse(case, change):
             after = held(gradient_counters(engine))
         backward(engine, 1)
         engine.step()
-        ends.append([each.clone() for each in module.parameters()])
+        ends.append([parameter.clone() for parameter in module.parameters()])
         engine.destroy()
     return Refused(str(raised.value), after, relative_error(*ends))
 

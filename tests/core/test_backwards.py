@@ -362,7 +362,7 @@ def call_as_a_gradient_ends(case, how):
     with engine.no_sync() if how == "unreduced" else contextlib.nullcontext():
         backward(engine, 0)
     kept = engine.optimizer.averaged_gradients[0] if how == "bound" else [p.grad for p in module.parameters()]
-    weakref.finalize(next(each for each in kept if each is not None), call)
+    weakref.finalize(next(value for value in kept if value is not None), call)
     del kept
     # Not zero_grad(), which empties `parameter.grad` by torch's own function first.
     engine.optimizer._deepcompile.backward.drop_step()

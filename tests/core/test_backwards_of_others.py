@@ -64,7 +64,7 @@ class Adversaries:
 
     @property
     def modules(self):
-        return [getattr(each, "module", each) for each in (self.critic, self.generator)]
+        return [getattr(engine, "module", engine) for engine in (self.critic, self.generator)]
 
 
 class Checkpointed(nn.Sequential):
@@ -90,9 +90,9 @@ def train_adversaries(case, toggles, checkpointed=False):
         for step in range(3):
             for micro_step in range(case.accumulation):
                 x = rows(step, micro_step)
-                for each in (ours, theirs):
-                    each.train_critic(x, toggles)
-                    each.train_generator(x)
+                for outcome in (ours, theirs):
+                    outcome.train_critic(x, toggles)
+                    outcome.train_generator(x)
                 for engine in engines:
                     engine.step()
             for module, optimizer in zip(plain, optimizers):

@@ -22,5 +22,5 @@ def test_source_that_was_edited(name):
 def test_a_graph_that_a_part_has_shaped():
     """A graph would come from the caches that a part has split, or rewritten, in another way."""
     made = SimpleNamespace(key="a"), SimpleNamespace(key="b")
-    found = [{"split": each} for each in made] + [{"rewrites": [each]} for each in made]
+    found = [{"split": change} for change in made] + [{"rewrites": [change]} for change in made]
     assert len({key_of_a_graph(), *(key_of_a_graph(**parts) for parts in found)}) == 5

@@ -25,7 +25,7 @@ def forwards_before_a_backward(case, direct):
     for step in range(2):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
         backward = torch.Tensor.backward if direct else pair.engine.backward
-        first, second, *others = [pair.engine(each) for each in batches]
+        first, second, *others = [pair.engine(batch) for batch in batches]
         backward(second)
         backward(first)
         backward(others[0] * others[1])

@@ -130,7 +130,7 @@ def use_after_destroy(case):
     said = outcome(loss.backward)
     again = make_engine(module, case)
     again.backward(again(batch(1, 0, dist.get_rank(), 4)))
-    before = [each.detach().clone() for each in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     again.step()
     moved = [not torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True)]
     again.destroy()
@@ -160,13 +160,13 @@ def _hooks(module):
         *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
     )
-    of_modules = [len(getattr(each, kind)) for each in module.modules() for kind in kinds]
+    of_modules = [len(getattr(submodule, kind)) for submodule in module.modules() for kind in kinds]
     of_parameters = [
-        len(getattr(each, kind) or ())
-        for each in module.parameters()
+        len(getattr(parameter, kind) or ())
+        for parameter in module.parameters()
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
     ]
-    calls = [(type(each).__name__, each._compiled_call_impl) for each in module.modules()]
+    calls = [(type(submodule).__name__, submodule._compiled_call_impl) for submodule in module.modules()]
     return Hooks(of_modules, of_parameters, calls)
 
 
@@ -257,11 +257,11 @@ def destroyed_at(moment, case):
     gone = all(gradient() is None for gradient in gradients) and reference() is None
 
     plain = copy.deepcopy(module)
-    for each in (module, plain):
-        for parameter in each.parameters():
+    for model in (module, plain):
+        for parameter in model.parameters():
             parameter.grad = None
-        each(batch(5, 0, dist.get_rank(), 4)).backward()
-    error = relative_error(*([p.grad for p in each.parameters()] for each in (module, plain)))
+        model(batch(5, 0, dist.get_rank(), 4)).backward()
+    error = relative_error(*([p.grad for p in model.parameters()] for model in (module, plain)))
     module.zero_grad()
     again = make_engine(module, case)
     plain = copy.deepcopy(plain).to(device())

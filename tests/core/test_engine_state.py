@@ -39,7 +39,7 @@ def move_away_and_back(engine, number):
         engine.offload_states(include=INCLUDED[number % len(INCLUDED)])
         meanwhile = next(engine.module.parameters()).data_ptr()
         flat = engine.optimizer.bit16_groups_flat
-        others = [torch.full(each.shape, torch.nan, device=device()) for each in flat for _ in range(8)]
+        others = [torch.full(flat_tensor.shape, torch.nan, device=device()) for flat_tensor in flat for _ in range(8)]
         engine.reload_states(non_blocking=number % 2 == 1)
         del others
     return meanwhile
@@ -128,9 +128,11 @@ def offload_one_kind(run, kind):
     # What is read is on the host, so that it does not count as memory of the device.
     expected = safe_get_full_optimizer_state(parameter, "exp_avg").cpu()
     # By address. On CPU states would stay where they are: have each move make a copy, as if to another device.
-    storages = {each.data_ptr(): each for each in (tensor.untyped_storage() for tensor in tensors_of(engine, kind))}
-    size = sum(each.nbytes() for each in storages.values())
-    weak = [StorageWeakRef(each) for each in storages.values()]
+    storages = {
+        storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in tensors_of(engine, kind))
+    }
+    size = sum(storage.nbytes() for storage in storages.values())
+    weak = [StorageWeakRef(storage) for storage in storages.values()]
     del storages
     on_cpu = device().type == "cpu"
     in_use = (lambda: 0) if on_cpu else torch.cuda.memory_allocated
@@ -138,7 +140,7 @@ def offload_one_kind(run, kind):
     before = in_use()
     with copies if on_cpu else contextlib.nullcontext():
         engine.offload_states(include=[kind])
-        kept = sum(not each.expired() for each in weak)
+        kept = sum(not storage.expired() for storage in weak)
         freed = size if on_cpu else before - in_use()
         found = expected
         if kind is OffloadStateTypeEnum.optim_states:

@@ -251,8 +251,8 @@ def test_a_copy_after_half_a_step():
     engine.module = module
     with pytest.raises(Injected), interrupted.changing_parameters(engine):
         raise Injected("half way")
-    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert each.state_dict().keys() == {"weight", "bias"}
+    for duplicate in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert duplicate.state_dict().keys() == {"weight", "bias"}
     assert b"deepspeed" not in pickle.dumps(module)
     with pytest.raises(RuntimeError, match="was ended half way"):
         module.state_dict()

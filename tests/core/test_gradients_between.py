@@ -95,7 +95,9 @@ def follow(engine, script, drop, batches):
         elif move == "D":
             drop(engine)
         else:
-            seen = [None if each.grad is None else each.grad.clone() for each in engine.module.parameters()]
+            seen = [
+                None if parameter.grad is None else parameter.grad.clone() for parameter in engine.module.parameters()
+            ]
             clip(engine.module)
     return seen
 

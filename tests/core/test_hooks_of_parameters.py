@@ -18,7 +18,7 @@ from support.training import BOUND, REGIONAL, Case, batch, device
 PLACES = {
     "one layer": lambda model: [model.body.blocks[1].up.weight],
     "head": lambda model: [model.head.weight],
-    "all": lambda model: [each for each in model.parameters() if each.requires_grad],
+    "all": lambda model: [parameter for parameter in model.parameters() if parameter.requires_grad],
 }
 
 
@@ -110,11 +110,11 @@ def train(case, model, place, kind, added, removed):
         both[1].add(PLACES[place](pair.plain), kind)
     calls = []
     for index in range(removed + 1):
-        for hooks, each in zip(both, (pair.module, pair.plain)):
+        for hooks, side in zip(both, (pair.module, pair.plain)):
             if index == removed:
                 hooks.remove()
             if index == added:
-                hooks.add(PLACES[place](each), kind)
+                hooks.add(PLACES[place](side), kind)
         pair.micro_batch(batch(index, 0, dist.get_rank(), 4))
         if (index + 1) % case.accumulation == 0:
             pair.step_plain()
@@ -212,7 +212,7 @@ def gradients_copied(hooked):
     """How many gradients ZeRO-1 copies in a micro-batch of uncompiled code whose nodes have, or had, hooks."""
     torch.manual_seed(0)
     engine = Beside(BlocksWithin(), Case(accumulation=2, compile_kwargs={"disable": True})).engine
-    nodes = [node_of(each) for each in engine.module.parameters()]
+    nodes = [node_of(parameter) for parameter in engine.module.parameters()]
     handles = [node.register_hook(lambda *_: None) for node in nodes if hooked != "never"]
     if hooked == "formerly":
         for handle in handles:

@@ -209,8 +209,8 @@ def pass_on(x: torch.Tensor) -> torch.Tensor:
 
 @torch.library.custom_op("deepcompile_tests::count_activations", mutates_args=())
 def count_activations(gradient: torch.Tensor) -> torch.Tensor:
-    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
-    live_activations.append(sum(each.numel() == ACTIVATION_NUMEL for each in tensors))
+    tensors = [value for value in gc.get_objects() if type(value) is torch.Tensor]
+    live_activations.append(sum(tensor.numel() == ACTIVATION_NUMEL for tensor in tensors))
     return gradient.clone()
 
 

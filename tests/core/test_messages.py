@@ -151,7 +151,7 @@ def test_uses_of_one_block_are_reduced_together(ranks, stage, accumulation, mode
     assert len(reducing) == 3 * backwards
     # Nobody knows in the first step how many contributions are to come. What comes late is reduced before the step.
     late = [0] * (backwards - 1) + [BLOCK_PARAMETERS]
-    assert reducing == [PARAMETERS + each for each in late] + [PARAMETERS] * 2 * backwards
+    assert reducing == [PARAMETERS + gradient for gradient in late] + [PARAMETERS] * 2 * backwards
 
 
 def test_a_gradient_that_was_not_sent_yet_takes_what_comes(ranks):

@@ -125,7 +125,7 @@ def follow_a_step(case):
     counters["step"] = held(gradient_counters(engine))
     is_master_free = optimizer.single_partition_of_fp32_groups[0].grad is None
     engine.destroy()
-    return Memory(counters, partition, all(each.is_cpu for each in tensors), is_master_free)
+    return Memory(counters, partition, all(tensor.is_cpu for tensor in tensors), is_master_free)
 
 
 @vary("stage", [1, 2])

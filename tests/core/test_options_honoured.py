@@ -84,7 +84,7 @@ ALSO_HARMLESS = {
 def taken_by(config):
     """What DeepSpeed has made of the section ``zero_optimization``: the options that are not as by default."""
     engine = make_engine(build(Case(model=SMALL)), Case(model=SMALL, config=config))
-    taken = {each.alias or name: name for name, each in type(engine._config.zero_config).model_fields.items()}
+    taken = {field.alias or name: name for name, field in type(engine._config.zero_config).model_fields.items()}
     given = engine._config.zero_config
     changed = {
         alias
@@ -114,16 +114,18 @@ def without_effect():
         found = vars(DeepSpeedConfig({"train_batch_size": dist.get_world_size(), **config}))
         del found["_param_dict"]  # the configuration as it was given
         # Some settings are objects that print their address.
-        plain = {name: vars(each) if type(each).__repr__ is object.__repr__ else each for name, each in found.items()}
-        return {name: repr(each) for name, each in plain.items()}
+        plain = {
+            name: vars(value) if type(value).__repr__ is object.__repr__ else value for name, value in found.items()
+        }
+        return {name: repr(value) for name, value in plain.items()}
 
     given, default = [], settings({})
     for name, value in HARMLESS.items():
         if name != "zero_optimization":
             given += (
-                [{name: {key: each}} for key, each in value.items()] if isinstance(value, dict) else [{name: value}]
+                [{name: {key: entry}} for key, entry in value.items()] if isinstance(value, dict) else [{name: value}]
             )
-    return [each for each in given if settings(each) == default]
+    return [option for option in given if settings(option) == default]
 
 
 def test_harmless_options_are_taken(ranks):

@@ -71,7 +71,7 @@ def train_with_one_left_out(make, index, case):
         return getattr(module, "body", module).blocks[index].norm.weight
 
     def groups(module, count):
-        return [{"params": [each for each in module.parameters() if each is not norm(module)]}]
+        return [{"params": [parameter for parameter in module.parameters() if parameter is not norm(module)]}]
 
     torch.manual_seed(0)
     with mock.patch.object(training, "parameter_groups", groups):
@@ -157,12 +157,12 @@ def train_made_of_others():
     said, trains = outcome(engine_by_configuration, module, True), []
     for make in (lambda weight: weight.requires_grad_(False), lambda weight: torch.nn.Parameter(weight.detach() + 0)):
         module.weight = make(module.weight)
-        before = [each.detach() + 0 for each in module.parameters()]
+        before = [parameter.detach() + 0 for parameter in module.parameters()]
         engine = engine_by_configuration(module, True)
         with compile_backend("eager"):
             engine.backward(engine(images).square().mean())
         engine.step()
-        after = [each.detach() + 0 for each in module.parameters()]
+        after = [parameter.detach() + 0 for parameter in module.parameters()]
         trains.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
         engine.destroy()
     return said, trains

@@ -245,7 +245,7 @@ def train_above_frozen(backend):
         with torch._inductor.config.patch(fallback_random=True):
             losses.append(model(x))
             backward(losses[-1])
-    weights = [each.layers.blocks[1].drops.gain.weight for each in (module, plain)]
+    weights = [model.layers.blocks[1].drops.gain.weight for model in (module, plain)]
     gradients = safe_get_full_grad(weights[0]), weights[1].grad
     counters = gradient_counters(engine)
     engine.destroy()

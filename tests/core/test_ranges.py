@@ -332,7 +332,7 @@ class Halving:
     def around(self, function):
         @functools.wraps(function)
         def step(*args, **kwargs):
-            gradients = [each.grad for group in self.optimizer.param_groups for each in group["params"]]
+            gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
             self.seen.append([gradient.numel() for gradient in gradients])
             torch._foreach_mul_(gradients, 0.5)
             return function(*args, **kwargs)
@@ -361,7 +361,7 @@ def step_with_halves(case, place, one_pass):
     for deepcompile in (True, False):
         with ranges_of(48), updates_compiled_from(least, 32), as_traced(True):
             module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
-            begin = [each.float().clone() for each in module.parameters()]
+            begin = [parameter.float().clone() for parameter in module.parameters()]
             if deepcompile:
                 step_in_one_pass(engine)
             halving = Halving(engine.optimizer.optimizer, place)
@@ -369,7 +369,7 @@ def step_with_halves(case, place, one_pass):
                 backward(engine, step)
                 with halving.replaced(step):
                     engine.step()
-            ends.append([safe_get_full_fp32_param(each).clone() for each in module.parameters()])
+            ends.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             seen.append(halving.seen)
             engine.destroy()
     return Halved(*seen, relative_error(*ends), relative_error(ends[1], begin))

@@ -107,10 +107,10 @@ class Experts(nn.Module):
         scores = self.router(self.norm(x)).softmax(-1)
         best, expert = scores.max(-1)
         output = torch.zeros_like(x)
-        for index, each in enumerate(self.experts):
+        for index, layer in enumerate(self.experts):
             rows = (expert == index).nonzero(as_tuple=True)
             if len(rows[0]):
-                output = output.index_put(rows, torch.tanh(each(x[rows])) * best[rows].unsqueeze(-1))
+                output = output.index_put(rows, torch.tanh(layer(x[rows])) * best[rows].unsqueeze(-1))
         return x + output
 
 

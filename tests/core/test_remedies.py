@@ -113,9 +113,9 @@ def train_beside_others():
         engine.step()
         plain(ids).backward()
         # Nobody averages these.
-        others = [(each.rows.weight.grad.to_dense(), each.phase.grad) for each in (module, plain)]
-        for each in (module, plain):
-            each.rows.weight.grad = each.phase.grad = None
+        others = [(model.rows.weight.grad.to_dense(), model.phase.grad) for model in (module, plain)]
+        for model in (module, plain):
+            model.rows.weight.grad = model.phase.grad = None
         step_plain(plain, optimizer)
     error = relative_error(module.of_zero(), plain.of_zero())
     engine.destroy()
@@ -291,7 +291,7 @@ def train_alike(advised):
 
     def groups(model, count):
         lacking = {id(model.lacking())} if advised != "given" else set()
-        return [{"params": [each for each in model.parameters() if id(each) not in lacking]}]
+        return [{"params": [parameter for parameter in model.parameters() if id(parameter) not in lacking]}]
 
     with mock.patch.object(training, "parameter_groups", groups), warnings_logged() as texts:
         pair = Beside(module, Case(config=REGIONAL))

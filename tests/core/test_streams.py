@@ -109,7 +109,7 @@ def accumulate_over_streams(case, how):
                         engine.optimizer.zero_grad()
                         fill()
                     second.synchronize()
-                    intact = intact and bool(filled) and all(bool(each.isnan().all()) for each in filled)
+                    intact = intact and bool(filled) and all(bool(tensor.isnan().all()) for tensor in filled)
                     filled.clear()
                 engine.step()
             (plain(ids, skip) / case.accumulation).backward()
@@ -266,7 +266,7 @@ def memory_after_a_send_that_failed(numel=2**20):
     reducer.abandon_backward()
     filled = [torch.full((numel,), 7.0, device=device()) for _ in range(4)]
     torch.cuda.synchronize()
-    intact = all(bool((each == 7.0).all()) for each in filled)
+    intact = all(bool((tensor == 7.0).all()) for tensor in filled)
     reducer.close()
     return FailedSend(message, intact)
 

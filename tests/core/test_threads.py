@@ -73,7 +73,7 @@ class Registered:
 
     def reduce(self, parameter, value):
         """As a compiled graph does."""
-        slot = 1 + next(index for index, each in enumerate(self.parameters) if each is parameter)
+        slot = 1 + next(index for index, other in enumerate(self.parameters) if other is parameter)
         torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, True)
 
     def finish(self, expected):

@@ -298,8 +298,8 @@ def test_what_tests_of_the_core_import_imports_no_optional_part_at_the_top():
         names = set(imports_at_the_top(path))
         assert not [name for name in names if re.match(rf"deepspeed\.compile\.{_PART}", name)], path.name
         modules_of_support = {Path(tests, *name.split(".")[:2]) for name in names if name.startswith("support.")}
-        more = {each for module in modules_of_support for each in (module.with_suffix(".py"), module / "__init__.py")}
-        paths += sorted(each for each in more.difference(paths) if each.is_file())
+        more = {path for module in modules_of_support for path in (module.with_suffix(".py"), module / "__init__.py")}
+        paths += sorted(path for path in more.difference(paths) if path.is_file())
 
 
 def test_the_core_is_small():
@@ -413,7 +413,7 @@ def private_names(tree):
         elif isinstance(node, ast.Attribute):
             names = [dotted(node)]
         elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
-            names = [f"?.{each.value}" for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            names = [f"?.{argument.value}" for argument in node.args[1:2] if isinstance(argument, ast.Constant)]
         else:
             continue
         yield from (name for name in names if any(map(is_private, name.split("."))))
@@ -458,8 +458,14 @@ def test_sharded_parameters_use_private_torch_in_one_file():
     # What the other parts import too, and what is in the keys of caches.
     anywhere = ("torch.utils._pytree", "torch.utils._python_dispatch")
     for name in found.keys() - {one, f"{folder}rewrite"}:
-        of_torch = {each for each in found[name] if each.startswith("torch.") and not each.startswith(anywhere)}
-        assert of_torch | {each for each in found[name] if names_of_torch & {*each.split(".")}} == set(), name
+        of_torch = {
+            attribute
+            for attribute in found[name]
+            if attribute.startswith("torch.") and not attribute.startswith(anywhere)
+        }
+        assert (
+            of_torch | {attribute for attribute in found[name] if names_of_torch & {*attribute.split(".")}} == set()
+        ), name
 
 
 def public_functions(tree):
@@ -477,7 +483,11 @@ def test_functions_that_other_files_call_are_typed():
     for path in paths:
         for function in public_functions(ast.parse(path.read_text())):
             arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
-            untyped = [each.arg for each in arguments if each.annotation is None and each.arg not in ("self", "cls")]
+            untyped = [
+                argument.arg
+                for argument in arguments
+                if argument.annotation is None and argument.arg not in ("self", "cls")
+            ]
             assert not untyped, f"{path.name}: {function.name}({', '.join(untyped)})"
             assert function.returns or function.name.startswith("__"), f"{path.name}: {function.name}() -> ?"
 

@@ -194,7 +194,7 @@ def test_where_a_traced_step_is_idle(package, tmp_path):
     idle = package("idle")
     kernels = idle.read(traced_step(tmp_path))
     assert idle.compute_stream(kernels) == 7
-    assert [(each.begin, each.length, each.cause) for each in idle.idle_times(kernels)] == [
+    assert [(pause.begin, pause.length, pause.cause) for pause in idle.idle_times(kernels)] == [
         (100, 200, "ncclDevKernel_Reduce"),
         (500, 200, "host: not launched yet"),
         (800, 50, "other stream: Memcpy"),
@@ -275,7 +275,7 @@ class Reductions(TorchDispatchMode):
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         if "c10d" in str(function) and "reduce" in str(function):
             tensors = torch.utils._pytree.tree_leaves(args)
-            self.dtypes |= {str(each.dtype) for each in tensors if isinstance(each, torch.Tensor)}
+            self.dtypes |= {str(tensor.dtype) for tensor in tensors if isinstance(tensor, torch.Tensor)}
         return function(*args, **(kwargs or {}))
 
 
@@ -369,8 +369,8 @@ def test_parts_of_a_step_on_one_device(tmp_path):
     for name, figures in told.items():
         assert re.search(rf"^{re.escape(name)} +{figures['ms']:.2f} ms", printed, re.MULTILINE), printed
     # A floor is the time of the bytes that an update reads and writes. The norm reads two for each element.
-    floors = [each["floor_ms"] for each in told.values() if each["floor_ms"]]
-    assert [each / floors[-1] for each in floors] == pytest.approx([14] * 4 + [8, 13, 7, 1])
+    floors = [row["floor_ms"] for row in told.values() if row["floor_ms"]]
+    assert [floor / floors[-1] for floor in floors] == pytest.approx([14] * 4 + [8, 13, 7, 1])
     assert "cannot compile" not in printed
 
 
@@ -494,9 +494,9 @@ def test_panels_have_one_axis_of_time(package, monkeypatch):
     assert [panel.lines[2].get_xdata()[0] for panel in panels] == pytest.approx([0.4, 0.2])
     titles = [panel.get_title(loc="left") for panel in panels]
     assert titles == ["FSDP2, kept: 0.800 s a step", "fork: 0.400 s a step"]
-    texts = figures[0].findobj(lambda each: hasattr(each, "get_fontsize") and each.get_text())
+    texts = figures[0].findobj(lambda artist: hasattr(artist, "get_fontsize") and artist.get_text())
     # In pixels, where the picture is 400 pixels wide.
-    assert min(each.get_fontsize() for each in texts) * 400 / (72 * figures[0].get_figwidth()) >= 8
+    assert min(text.get_fontsize() for text in texts) * 400 / (72 * figures[0].get_figwidth()) >= 8
 
 
 @PROGRAM

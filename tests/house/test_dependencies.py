@@ -245,10 +245,10 @@ def test_instances_have_the_attributes():
 
     def has(reference, name):
         cls = resolve(reference)
-        sources = (source(each) for each in cls.__mro__ if each.__module__.startswith("deeps"))
+        sources = (source(base) for base in cls.__mro__ if base.__module__.startswith("deeps"))
         return hasattr(cls, name) or re.search(rf"self\.{name}\b", "".join(sources))
 
-    assert [each for each in (*attributes_used(), *of_others) if not has(*each)] == [], "gone"
+    assert [use for use in (*attributes_used(), *of_others) if not has(*use)] == [], "gone"
 
 
 def test_methods_of_the_mixins_override_some_of_the_base():
@@ -266,7 +266,7 @@ def test_methods_of_the_mixins_override_some_of_the_base():
 
 def test_the_base_still_does():
     """A name would be there still, but do something else, so that gradients are lost or divided twice."""
-    changed = [each for each in BEHAVIOUR if not re.search(each[1], source(resolve(each[0])))]
+    changed = [entry for entry in BEHAVIOUR if not re.search(entry[1], source(resolve(entry[0])))]
     assert changed == [], "these no longer match"
 
 

@@ -71,7 +71,9 @@ def test_python(ranks):
 
     A block quotes a file that tests run, or runs after a step of ``engine``.
     """
-    own = [block for block in of("python") if block.file is None and not any(block.text in each for each in SOURCES)]
+    own = [
+        block for block in of("python") if block.file is None and not any(block.text in source for source in SOURCES)
+    ]
     without = [block.where for block in own if not re.search(r"\bengine\b", block.text)]
     assert own and without == [], "these neither quote a file that runs nor do anything with an engine"
     ranks(2).run(run_beside_an_engine, own)

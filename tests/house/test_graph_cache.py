@@ -70,13 +70,17 @@ def test_ranks_load_what_they_have_stored(ranks, tmp_path):
     for results in both:
         if results is None:
             pytest.skip("a source was edited after the ranks started, or TORCHINDUCTOR_AUTOGRAD_CACHE is 0")
-        assert all(each.error < 1e-5 for each in results.values())
-        loaded = {name for name, each in results.items() if each.loaded}
-        traced = {name for name, each in results.items() if each.traced}
+        assert all(result.error < 1e-5 for result in results.values())
+        loaded = {name for name, result in results.items() if result.loaded}
+        traced = {name for name, result in results.items() if result.traced}
         assert (loaded - {"together"}, traced - {"together"}) == ({"again"}, {"first", "other partitioner"}), results
     # Ranks with one cache trace each graph once, and the rank that came second has waited for it.
     graphs = both[0]["first"].traced
-    assert sum(each["together"].traced for each in both) == sum(each["together"].loaded for each in both) == graphs
+    assert (
+        sum(results["together"].traced for results in both)
+        == sum(results["together"].loaded for results in both)
+        == graphs
+    )
 
 
 def partitioner(**changes):
@@ -106,7 +110,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
 
     changes = [{"slots": {1: 1}}, {"slots": {0: 2}}]
     changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
-    tags = [tag(), *(tag(**each) for each in changes)]
+    tags = [tag(), *(tag(**change) for change in changes)]
     tags += [
         tag(inputs=other) for other in ([rows[0], rows[0]], [rows[0], torch.ones(4)], [rows[0], torch.ones(4, 2)])
     ]

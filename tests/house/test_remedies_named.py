@@ -44,7 +44,7 @@ def texts_of_python(source):
     skipped |= {
         id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg in ("help", "description")
     }
-    said = {id(each) for node in nodes if is_said(node) for each in ast.walk(node)}
+    said = {id(part) for node in nodes if is_said(node) for part in ast.walk(node)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             skipped.update(map(id, node.values))
@@ -62,7 +62,7 @@ def texts_of_cpp(source):
     """Yields the same of a file in C++, where literals stand together one behind the other or are added up."""
     literal = r'"(?:[^"\\\n]|\\.)*"'
     for found in re.finditer(rf"{literal}(?:\s*\+?\s*{literal})*", source):
-        yield "".join(each[1:-1] for each in re.findall(literal, found[0])), False
+        yield "".join(match[1:-1] for match in re.findall(literal, found[0])), False
 
 
 def messages():
@@ -87,7 +87,7 @@ MESSAGES = messages()
 def test_every_remedy_has_a_test():
     """A message would advise what does not help: nobody has tried it."""
     advise = [(file, text) for file, text in MESSAGES if not text.endswith(ADVISES_NOTHING)]
-    assert [each for each in advise if not any(fragment in each[1] for fragment in FOLLOWED)] == []
+    assert [advice for advice in advise if not any(fragment in advice[1] for fragment in FOLLOWED)] == []
 
 
 def test_every_row_is_of_a_message():

@@ -34,8 +34,8 @@ def test_messages_of_a_step_that_was_measured(package, qwen3):
     323 messages in 134 buckets were measured on 2 GPUs, where gradients came in a slightly different order.
     """
     sent = package("messages").reductions(qwen3("qwen3-8b"), 2, 500_000_000)
-    assert sum(each.bytes > 0 for each in sent) == 134
-    assert sum(each.messages for each in sent) == pytest.approx(323, abs=1)
+    assert sum(message.bytes > 0 for message in sent) == 134
+    assert sum(message.messages for message in sent) == pytest.approx(323, abs=1)
 
 
 @vary("world", [2, 8, 64, 1024])
@@ -45,14 +45,14 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     messages, model = package("messages"), qwen3(shape)
     whole = sum(parameter.nbytes for parameter in model.parameters)
     sent = messages.reductions(model, world, 500_000_000)
-    assert sum(each.bytes for each in sent) == whole
+    assert sum(message.bytes for message in sent) == whole
     units = messages.broadcasts(model, world)
     elements = [run.last - run.first for unit in units for run in unit]
     assert 2 * sum(elements) == whole
     assert len(units) == 1 + max(model.units)
     assert max(elements) <= messages.layout(model, world).partition_size[0]
     sharded = messages.sharded_broadcasts(model, world)
-    norm = [each for each, unit in zip(model.parameters, model.units) if unit == 0 and each.dim() == 1]
+    norm = [parameter for parameter, unit in zip(model.parameters, model.units) if unit == 0 and parameter.dim() == 1]
     assert 2 * sum(run.last - run.first for unit in sharded for run in unit) == whole - norm[0].nbytes
     # Embedding and head are units by themselves.
     assert len(sharded) == len(units) + 1

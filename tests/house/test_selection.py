@@ -74,13 +74,13 @@ def test_a_test_without_ranks_or_without_values_is_run_as_it_is():
 def test_each_value_of_a_table_occurs():
     """An entry of a table would be left out."""
     table = kept(*varied("test_a", marks=["table"], stage=[1, 2], model="abc"))
-    assert {each["model"] for each in table} == set("abc") and {each["stage"] for each in table} == {1, 2}
+    assert {row["model"] for row in table} == set("abc") and {row["stage"] for row in table} == {1, 2}
 
 
 def test_values_take_turns_from_test_to_test():
     """All tests would take the same stage."""
     tests = [varied(f"test_{number}", stage=[1, 2, 3]) for number in range(6)]
-    pairs = [frozenset(each["stage"] for each in kept(*test)) for test in tests]
+    pairs = [frozenset(row["stage"] for row in kept(*test)) for test in tests]
     assert set(pairs) == set(map(frozenset, itertools.combinations([1, 2, 3], 2)))
 
 

@@ -33,10 +33,10 @@ def test_ranks_with_a_gpu_each_or_with_none_are_left_alone(world, gpus):
 def test_ranks_that_share_gpus_have_names_of_their_own(world, gpus):
     """Two ranks on one GPU would have one name, and NCCL would refuse them; or a GPU would stand idle."""
     of_ranks = [shared_gpus.variables(rank, world, gpus) for rank in range(world)]
-    assert len({each["NCCL_HOSTID"] for each in of_ranks}) == world
+    assert len({environment["NCCL_HOSTID"] for environment in of_ranks}) == world
     # All GPUs are used, and none that is not there.
-    assert {each["LOCAL_RANK"] for each in of_ranks} == {str(number) for number in range(gpus)}
-    assert {each["NCCL_SOCKET_IFNAME"] for each in of_ranks} == {"lo"}
+    assert {environment["LOCAL_RANK"] for environment in of_ranks} == {str(number) for number in range(gpus)}
+    assert {environment["NCCL_SOCKET_IFNAME"] for environment in of_ranks} == {"lo"}
 
 
 @pytest.mark.parametrize("gpus", [0, 1])

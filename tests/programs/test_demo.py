@@ -123,7 +123,7 @@ def test_program_of_the_docs_runs(tmp_path):
     program.write_text("import torch\n\ntorch.manual_seed(0)\n" + program.read_text())
     (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
-    arguments = [str(tmp_path / each) if each in files else each for each in arguments]
+    arguments = [str(tmp_path / argument) if argument in files else argument for argument in arguments]
     finished = launch(tmp_path / "train.py", *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"micro-batch \d+: loss ([\d.]+)", finished.stdout)]

@@ -213,16 +213,16 @@ def train(model, recipe, case, which=no_head_nor_adapter):
                 losses[-1].append(loss.item())
             step_plain(plain, optimizer)
             ways = (engine, uncompiled, plain)
-            for each in ways:
-                each.eval()
+            for way in ways:
+                way.eval()
             with torch.no_grad():
-                losses.append([each(ids).item() for each in ways])
-            for each in ways:
-                each.train()
+                losses.append([way(ids).item() for way in ways])
+            for way in ways:
+                way.train()
     wait_for_parameters(engine)
     check_parameters(module, engine, before)
     trained, distance = masters(module), relative_error if rounds_alike(case) else total_error
-    converted = [each for each in module.modules() if type(each).__name__ == "Float8Linear"]
+    converted = [layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"]
     assert converted
     result = Trained(
         losses=losses,
@@ -230,7 +230,7 @@ def train(model, recipe, case, which=no_head_nor_adapter):
         error_of_plain=distance(trained, trained_in(plain).values()),
         moved=total_error(trained, trained_in(initial).values()),
         from_graphs=gradient_counters(engine)["from_graphs"],
-        converted=sum(parameter.requires_grad for each in converted for parameter in each.parameters()),
+        converted=sum(parameter.requires_grad for layer in converted for parameter in layer.parameters()),
         warnings=[text for text in warnings if "chunked" in text],
     )
     engine.destroy()

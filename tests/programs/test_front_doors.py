@@ -183,7 +183,7 @@ def transformers_trainer_from_meta(case, resumes):
     is_on_meta = case.shards and dist.get_rank() > 0
     with torch.device("meta") if is_on_meta else contextlib.nullcontext():
         model = make_model()
-    assert {each.is_meta for each in model.parameters()} == {bool(is_on_meta)}
+    assert {parameter.is_meta for parameter in model.parameters()} == {bool(is_on_meta)}
     # A CPU counts as a device where no parameter is yet, so that the first rank's are cut on the host.
     is_elsewhere = mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True))
     with is_elsewhere if case.shards and on_cpu() else contextlib.nullcontext():
@@ -337,7 +337,7 @@ def grpo(case, resumes, **others):
     outcome = train(trainer, case, resumes)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, lengths)
-    assert any(len(set(each)) > 1 for each in zip(*of_ranks, strict=True)), TOGETHER
+    assert any(len(set(values)) > 1 for values in zip(*of_ranks, strict=True)), TOGETHER
     return outcome
 
 
@@ -471,8 +471,8 @@ def run(case, resumes):
             others_compiled=[other.is_compiled for other in outcome.others],
             warnings=messages,
         )
-        for each in (engine, *outcome.others):
-            each.destroy()
+        for stepped in (engine, *outcome.others):
+            stepped.destroy()
     return record
 
 
@@ -558,7 +558,7 @@ def whole_and_sharded(case):
     records = [run(cases[0], resumes=False), run(cases[1], resumes=False)]
     dist.barrier()
     # Before the next run writes them.
-    found = [weights_below(each.folder) for each in cases] if dist.get_rank() == 0 else []
+    found = [weights_below(case.folder) for case in cases] if dist.get_rank() == 0 else []
     dist.barrier()
     records.append(run(cases[1], resumes=True))
     dist.barrier()
@@ -567,8 +567,10 @@ def whole_and_sharded(case):
     found.append(weights_below(cases[1].folder))
     assert found[0], "nothing was saved"
     # Trainers save from the GPU or from the host.
-    found = [{name: value.cpu() for name, value in each.items()} for each in found]
-    wrong = [[name for name, value in found[0].items() if not torch.equal(value, each[name])] for each in found[1:]]
+    found = [{name: value.cpu() for name, value in weights.items()} for weights in found]
+    wrong = [
+        [name for name, value in found[0].items() if not torch.equal(value, weights[name])] for weights in found[1:]
+    ]
     return records, wrong
 
 

@@ -188,22 +188,25 @@ def train(recipe, deepcompile=True):
                     ties.append(_has_ties(engine))
         wait_for_parameters(engine)
         masters = engine.optimizer.single_partition_of_fp32_groups
-        masters = [] if recipe.remainders else [each.detach().cpu() for each in masters]
+        masters = [] if recipe.remainders else [master.detach().cpu() for master in masters]
         with unsharded_parameters(engine):
             actual, expected = list(module.parameters()), list(plain.parameters())
             if recipe.dtype != "fp32":
                 # Frozen and empty ones have no master.
-                has_master = [each.requires_grad and each.numel() > 0 for each in actual]
-                actual = [safe_get_full_fp32_param(each) if has else each for each, has in zip(actual, has_master)]
+                has_master = [parameter.requires_grad and parameter.numel() > 0 for parameter in actual]
+                actual = [
+                    safe_get_full_fp32_param(parameter) if has else parameter
+                    for parameter, has in zip(actual, has_master)
+                ]
             return Result(
                 error=relative_error(actual, expected),
                 total_error=total_error(actual, expected),
                 moved=relative_error(module.parameters(), before.parameters()),
                 total_moved=total_error(plain.parameters(), before.parameters()),
                 held=after_steps,
-                masters=[] if recipe.dtype == "fp32" else [each.detach().cpu() for each in actual],
+                masters=[] if recipe.dtype == "fp32" else [parameter.detach().cpu() for parameter in actual],
                 ties=any(ties[:-1]),
-                sums=[each.detach().double().sum().item() for each in (*module.parameters(), *masters)],
+                sums=[parameter.detach().double().sum().item() for parameter in (*module.parameters(), *masters)],
             )
     finally:
         torch._functorch.config.donated_buffer = True
@@ -246,7 +249,7 @@ def _read(recipe, engine, module):
 def _has_ties(engine):
     """Whether a master weight of this rank is half-way between two parameters, of which torch may take the other."""
     masters = getattr(engine.optimizer, "masters_as_remainders", None)
-    return masters is not None and any((each == -(2**15)).any() for each in masters.remainders)
+    return masters is not None and any((remainder == -(2**15)).any() for remainder in masters.remainders)
 
 
 def _runs_compiled(module):
@@ -359,7 +362,7 @@ def _change_data(recipe, module, step):
     """Changes what the recipe says before a step."""
     if recipe.changes_parameters and step == 1:
         for trains in (True, False):
-            for parameter in [each for each in module.parameters() if each.requires_grad == trains][:1]:
+            for parameter in [parameter for parameter in module.parameters() if parameter.requires_grad == trains][:1]:
                 parameter.data.mul_(0.5)
     for buffer in module.buffers() if recipe.changes_buffers else ():
         buffer.data.mul_(0.5)
@@ -501,7 +504,9 @@ def _checkpointed(piece, drawn, freezes):
     Where one of several modules of a class has a full backward hook, torch takes another graph of the code when it
     computes again (github.com/pytorch/pytorch/issues/166926). They may be modules of different pieces.
     """
-    hooked = any(each.changed is not None and each.changed_backward for each in drawn) and piece.checkpointed is False
+    hooked = (
+        any(layer.changed is not None and layer.changed_backward for layer in drawn) and piece.checkpointed is False
+    )
     return None if freezes or hooked or piece.kind in BUFFERED else piece.checkpointed
 
 
@@ -513,7 +518,10 @@ def _is_beside_blocks(piece):
 def _for_sharding(drawn):
     """Changes pieces so that their model may shard parameters. The first one has blocks, to which others come back."""
     first = dataclasses.replace(drawn[0], kind="block", repeats=max(drawn[0].repeats, 2))
-    return (first, *(dataclasses.replace(each, frozen=None) if each.kind in CHANGING else each for each in drawn[1:]))
+    return (
+        first,
+        *(dataclasses.replace(layer, frozen=None) if layer.kind in CHANGING else layer for layer in drawn[1:]),
+    )
 
 
 def _for_ranks_that_skip(drawn):
@@ -552,11 +560,11 @@ def recipes(draw, backends, most=5, sharded=False):
     # In low precision a plain loop with Adam shows little: rounding of gradients is large beside them.
     adam = remainders or (dtype == "fp32" and draw(st.booleans()))
     eight_bits = adam and not offloaded and draw(st.booleans())
-    says = draw(st.sampled_from(["counted", "counted", *(each for each in STEPS if (each, stage) != ("no_sync", 2))]))
+    says = draw(st.sampled_from(["counted", "counted", *(step for step in STEPS if (step, stage) != ("no_sync", 2))]))
     direct = draw(st.booleans())
     # A loss.backward() that leads to no other parameter is no backward of the engine.
     freezes = dtype == "fp32" and not direct and draw(st.sampled_from([False, False, True]))
-    drawn = tuple(dataclasses.replace(each, checkpointed=_checkpointed(each, drawn, freezes)) for each in drawn)
+    drawn = tuple(dataclasses.replace(layer, checkpointed=_checkpointed(layer, drawn, freezes)) for layer in drawn)
     accumulation = draw(st.integers(1, 3))
     each_rank_skips = draw(st.sampled_from([False, True]))
     # A frozen parameter of a block stays as it is: a forward may not scale it down.
@@ -581,7 +589,7 @@ def recipes(draw, backends, most=5, sharded=False):
         drawn = _for_ranks_that_skip(drawn)
     # Ranks wait for each other where a bucket fills if they skip other blocks, or if one alone has a parameter's hook:
     # autograd adds that parameter's gradient up over all calls of its block before the gradient is sent.
-    is_hooked_alone = any(each.hooked is not None and each.hooked_alone for each in drawn)
+    is_hooked_alone = any(layer.hooked is not None and layer.hooked_alone for layer in drawn)
     needs_one_bucket = shards and (each_rank_skips or is_hooked_alone)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
@@ -685,7 +693,9 @@ def check_rounded(run, recipe, results):
         alike = dataclasses.replace(recipe, offloaded=False, direct=False)
         # Where ranks skip different pieces, DeepSpeed without DeepCompile may reduce gradients of different sizes.
         can_compare = not recipe.each_rank_skips
-        rounding = max(each.total_error for each in run(train, alike, deepcompile=False)) if can_compare else math.inf
+        rounding = (
+            max(outcome.total_error for outcome in run(train, alike, deepcompile=False)) if can_compare else math.inf
+        )
         if rounding < 0.5 * result.total_moved:
             assert result.total_error < 1.5 * rounding
         else:

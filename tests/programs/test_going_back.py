@@ -69,14 +69,14 @@ def test_stock_then_fork_then_stock(ranks, stock, tmp_path, options, kinds):
     for rank in range(2):
         for index, kind in enumerate(kinds):
             uninterrupted, seen = whole[rank][index], [of_part[rank][index] for of_part in parts]
-            assert [each.version for each in (uninterrupted, *seen)] == [STOCK, STOCK, FORK, STOCK]
-            assert [each.step_local for each in seen] == [False, True, False]
+            assert [run.version for run in (uninterrupted, *seen)] == [STOCK, STOCK, FORK, STOCK]
+            assert [run.step_local for run in seen] == [False, True, False]
             # What was saved is what is loaded, bit for bit.
             for before, after in zip(seen, seen[1:]):
                 assert {*after.loaded} == {*before.reached} and "exp_avg 0" in after.loaded
                 assert [name for name in after.loaded if not equal(after.loaded[name], before.reached[name])] == []
             # And the training goes on as one that was not interrupted.
-            losses = [loss for each in seen for loss in each.losses]
+            losses = [loss for run in seen for loss in run.losses]
             assert losses[0] - min(losses) > 0.1
             assert largest(losses, uninterrupted.losses) < ROUNDING[kind.dtype] * losses[0], kind
             begun, reached, expected = map(masters, (seen[0].loaded, seen[2].reached, uninterrupted.reached))

@@ -52,7 +52,7 @@ def pytest_generate_tests(metafunc):
         both = [(stage, name, 2) for name in ARCHITECTURES for stage in (1, 2)]
         # One stage is enough for the dozen: what differs between the stages is tested elsewhere.
         first, *others = ((1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN))
-        dozen = [(*first, 1), *(pytest.param(*each, 2, marks=pytest.mark.slow) for each in others)]
+        dozen = [(*first, 1), *(pytest.param(*other, 2, marks=pytest.mark.slow) for other in others)]
     cases = both if takes_all else dozen
     metafunc.parametrize(names, cases, ids=case_ids(names, cases, expects="world"))
 
@@ -105,7 +105,7 @@ def train(name, stage, deepcompile, shards=None):
         for micro_step, rows in enumerate(rows_of_each):
             seed = 100 * step + 10 * micro_step + rank
             batch = ARCHITECTURES[name].batch(seed, rows if differs else 2)
-            batch = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device()), batch)
+            batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device()), batch)
             if engine.is_compiled:
                 reset_gradient_counters(engine)
             loss = engine(**batch).loss

@@ -229,9 +229,9 @@ def test_trains_as_without_deepcompile(ranks, request, record_property, stage, n
         # One after the other: the next call finds the first engine collected.
         off, on = (ranks(2).run(cost, name, deepcompile) for deepcompile in (False, True))
         # Ranks hold as much as each other, and what a thread of gloo frees is not seen.
-        found["peak"] = min(each.peak for each in on) / min(each.peak for each in off)
-        found["time"] = max(each.seconds for each in on) / max(each.seconds for each in off)
-        assert {each.stepped for each in on} == {known.stepped}
+        found["peak"] = min(outcome.peak for outcome in on) / min(outcome.peak for outcome in off)
+        found["time"] = max(outcome.seconds for outcome in on) / max(outcome.seconds for outcome in off)
+        assert {outcome.stepped for outcome in on} == {known.stepped}
     for result in results:
         assert result.stepped == known.stepped
         assert result.error < BOUND and result.moved > 1e-3, result
@@ -373,7 +373,7 @@ def test_one_block_size_for_all_groups(sizes, remedy):
     optimizer = SimpleNamespace(optimizer=LowBit(parameters), single_partition_of_fp32_groups=parameters)
     warned = [*states_that_stay_in_fp32(optimizer)]
     assert len(warned) == (remedy is not None)
-    assert all(remedy in each for each in warned)
+    assert all(remedy in text for text in warned)
 
 
 class Averaged(NamedTuple):
@@ -387,7 +387,7 @@ class Averaged(NamedTuple):
 def evaluate_averages():
     known = KNOWN["AdamWScheduleFree"]
     module, plain = Layers().to(device()), Layers().to(device())
-    optimizers = [known.make(parameter_groups(each, known.groups)) for each in (module, plain)]
+    optimizers = [known.make(parameter_groups(model, known.groups)) for model in (module, plain)]
     engine = engine_of(optimizers[0], module, True, 1)
     for step in range(2 * STEPS):
         engine.backward(engine(inputs(module, step)))

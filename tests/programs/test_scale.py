@@ -83,9 +83,9 @@ def test_buckets_grow_with_the_number_of_ranks(ranks, package, world):
     model = messages.Sizes(*without_memory(case))
     # As the benchmark computes it, for which the same reducer sends to ranks that are not there.
     computed = messages.reductions(model, world, BUCKET, send=100 * world)
-    buckets = sum(each.bytes > 0 for each in computed)
+    buckets = sum(message.bytes > 0 for message in computed)
     for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100):
-        assert (sent.buckets, sent.messages) == (buckets, sum(each.messages for each in computed))
+        assert (sent.buckets, sent.messages) == (buckets, sum(message.messages for message in computed))
         assert sent.error < BOUND
     assert buckets == {2: 5, 8: 2}[world]
 

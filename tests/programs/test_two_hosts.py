@@ -84,8 +84,8 @@ def test_two_hosts_train_as_one(on_one_host, tmp_path, start, own_address):
         on_two_hosts = results(tmp_path, start(hosts, tmp_path))
 
     # Through its loopback a rank reaches the first rank of its own host alone, so nothing but the cable joins the two.
-    assert [each["where"] for each in on_one_host] == [("node0", rank, True) for rank in range(4)]
-    where = [each["where"] for each in on_two_hosts]
+    assert [report["where"] for report in on_one_host] == [("node0", rank, True) for rank in range(4)]
+    where = [report["where"] for report in on_two_hosts]
     assert where == [("node0", 0, True), ("node0", 1, True), ("node1", 0, False), ("node1", 1, False)]
 
     for of_rank, expected in zip(on_two_hosts, on_one_host):

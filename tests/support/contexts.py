@@ -70,12 +70,12 @@ OTHERS = {
 }
 # Name -> call of an engine within a transform.
 TRANSFORMS = {
-    "grad": lambda engine, x: torch.func.grad(lambda each: engine(each))(x),
-    "grad_and_value": lambda engine, x: torch.func.grad_and_value(lambda each: engine(each))(x)[0],
-    "vmap": lambda engine, x: torch.func.vmap(lambda each: engine(each))(x),
-    "vmap of grad": lambda engine, x: torch.func.vmap(torch.func.grad(lambda each: engine(each)))(x),
-    "jacrev": lambda engine, x: torch.func.jacrev(lambda each: engine(each))(x),
-    "jvp": lambda engine, x: torch.func.jvp(lambda each: engine(each), (x,), (torch.ones_like(x),))[1],
+    "grad": lambda engine, x: torch.func.grad(lambda value: engine(value))(x),
+    "grad_and_value": lambda engine, x: torch.func.grad_and_value(lambda value: engine(value))(x)[0],
+    "vmap": lambda engine, x: torch.func.vmap(lambda value: engine(value))(x),
+    "vmap of grad": lambda engine, x: torch.func.vmap(torch.func.grad(lambda value: engine(value)))(x),
+    "jacrev": lambda engine, x: torch.func.jacrev(lambda value: engine(value))(x),
+    "jvp": lambda engine, x: torch.func.jvp(lambda value: engine(value), (x,), (torch.ones_like(x),))[1],
 }
 ALL = [*TRAINING, *OTHERS, *TRANSFORMS]
 

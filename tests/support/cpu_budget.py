@@ -76,7 +76,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item):
         # Of a test that runs a second time, the first run does not count.
-        item.user_properties[:] = [each for each in item.user_properties if each[0] not in (*PARTS, "limit")]
+        item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in (*PARTS, "limit")]
         with self._recorded(item, "setup"):
             return (yield)
 

@@ -233,7 +233,7 @@ def with_what_is_lent(self, x, skip):
     for block in self.blocks:
         x, view = block(x)
         lent.append(view)
-    return x + sum(each.sum() for each in lent)
+    return x + sum(tensor.sum() for tensor in lent)
 
 
 def through_a_dict(self, x, skip):
@@ -420,7 +420,7 @@ def trained_on(engine, module):
     engine.backward(loss)
     engine.step()
     with unsharded_parameters(engine):
-        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
+        return [loss.detach(), *(parameter.detach().clone() for parameter in module.parameters())]
 
 
 def beside_whole(make, configs, work, folder, **case):

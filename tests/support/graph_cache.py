@@ -202,7 +202,7 @@ def _names():
         for name, value in vars(module).items():
             names[module, None, name] = value
             if isinstance(value, type) and value.__module__ == module.__name__:
-                names.update({(module, value, member): each for member, each in vars(value).items()})
+                names.update({(module, value, member): function for member, function in vars(value).items()})
     return names
 
 
@@ -226,7 +226,7 @@ def _tag(gm, inputs, partitioner):
     facts = _facts(inputs)
     if facts is None or not _is_covered(gm):
         return None
-    autocast = [(each, torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
     defaults = torch.get_default_dtype(), torch.get_default_device()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
     # The name tells the entry from Inductor's of the same graph.
@@ -243,7 +243,7 @@ def _facts(inputs):
         if type(value) in (int, torch.SymInt):
             facts.append(_number(value))
         elif type(value) in (torch.Tensor, torch.nn.Parameter, FakeTensor) and value.layout is torch.strided:
-            layout = [_number(each) for each in (*value.shape, *value.stride(), value.storage_offset())]
+            layout = [_number(number) for number in (*value.shape, *value.stride(), value.storage_offset())]
             facts.append((layout, first.setdefault(value.untyped_storage()._cdata, index), value.is_leaf))
         else:
             return None

@@ -22,17 +22,17 @@ def print_table(terminal) -> None:
     for name, architecture in ARCHITECTURES.items():
         both = [found.get((name, stage)) for stage in (1, 2)]
         if any(both):
-            of_all = " ".join(_of(both, lambda each: f"{each['from_graphs']} of {each['gradients']}"))
-            graphs = " ".join(_of(both, lambda each: str(each["graphs"])))
-            errors = " | ".join("not run" if each is None else _error(each) for each in both)
+            of_all = " ".join(_of(both, lambda result: f"{result['from_graphs']} of {result['gradients']}"))
+            graphs = " ".join(_of(both, lambda result: str(result["graphs"])))
+            errors = " | ".join("not run" if result is None else _error(result) for result in both)
             terminal.write_line(f"| {name} | {architecture.kind} | {errors} | {of_all} | {graphs} |")
     terminal.write_line(f"{len({name for name, _ in found})} architectures")
 
 
-def _error(each):
-    return f"{each['error']:.0e}" if each["outcome"] == "passed" else each["outcome"]
+def _error(result):
+    return f"{result['error']:.0e}" if result["outcome"] == "passed" else result["outcome"]
 
 
 def _of(both, describe):
     """What is the same in both stages is said once."""
-    return dict.fromkeys(describe(each) for each in both if each is not None and "graphs" in each)
+    return dict.fromkeys(describe(result) for result in both if result is not None and "graphs" in result)

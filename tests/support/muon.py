@@ -298,7 +298,7 @@ def seen(module, engine):
     masters = [master.detach().clone() for master in engine.optimizer.single_partition_of_fp32_groups]
     # As vectors, because the base's model may have another shape for them.
     return (
-        [each.detach().float().flatten().clone() for each in module.parameters()],
+        [parameter.detach().float().flatten().clone() for parameter in module.parameters()],
         masters,
         [momentum.clone() for momentum in momenta(engine)],
     )
@@ -340,7 +340,7 @@ def _train_beside(training):
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()
     (expected, _, momentum), (actual, _, own_momentum) = ends
-    before = [each.detach().float().flatten() for each in build(training).parameters()]
+    before = [parameter.detach().float().flatten() for parameter in build(training).parameters()]
     # A bias that is near zero is nothing but rounding in low precision.
     error = relative_error if training.dtype == "fp32" else total_error
     return Beside(

@@ -81,7 +81,7 @@ class AdamInFp64:
     """
 
     def __init__(self, master, states):
-        self.master, self.states = master.detach().double(), [each.double() for each in states]
+        self.master, self.states = master.detach().double(), [state.double() for state in states]
 
     def step(self, gradient, optimizer, count):
         """Makes step ``count`` with the settings that the optimizer's only parameter group has now."""
@@ -94,7 +94,7 @@ class AdamInFp64:
         else:
             gradient = gradient + decay * self.master
         mean, mean_sq = beta * mean + (1 - beta) * gradient, beta_sq * mean_sq + (1 - beta_sq) * gradient**2
-        most = [torch.maximum(each, mean_sq) for each in most]
+        most = [torch.maximum(value, mean_sq) for value in most]
         correction, correction_sq = 1 - beta**count, 1 - beta_sq**count
         if not group.get("bias_correction", True):
             correction = correction_sq = 1

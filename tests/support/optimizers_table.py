@@ -25,7 +25,11 @@ def print_table(terminal) -> None:
             terminal.write_line(f"| {name} | {known.package}, not installed |  |  |  |  |  |  |")
         elif any(both):
             first = next(filter(None, both))
-            cells = [f"{known.package} {known.version}", *(_beside_off(each) for each in both), _beside_plain(first)]
+            cells = [
+                f"{known.package} {known.version}",
+                *(_beside_off(result) for result in both),
+                _beside_plain(first),
+            ]
             cells += [
                 first.get("stepped", ""),
                 *(f"{first[cost]:.2f}" if cost in first else "" for cost in ("peak", "time")),

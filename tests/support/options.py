@@ -141,7 +141,10 @@ def train_and_collect_warnings(case):
 
 def set_up_state(module, engine):
     """What ``engine.compile()`` changes of a module and of an optimizer."""
-    modules = [(type(each), each._compiled_call_impl, len(each._forward_pre_hooks)) for each in module.modules()]
+    modules = [
+        (type(submodule), submodule._compiled_call_impl, len(submodule._forward_pre_hooks))
+        for submodule in module.modules()
+    ]
     optimizer = engine.optimizer
     return modules, type(optimizer), hasattr(optimizer, "_deepcompile"), len(optimizer._grad_acc_hooks)
 

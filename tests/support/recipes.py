@@ -32,7 +32,7 @@ HOLDING = ("block", "convolution", "max norm", "unseen", "in place", "kept view"
 # Which parameters of a piece do not train: the first of its first module, all but the last of each, or all.
 FREEZES = {
     "first": lambda modules: list(modules.parameters())[:1],
-    "most": lambda modules: [each for module in modules for each in list(module.parameters())[:-1]],
+    "most": lambda modules: [parameter for module in modules for parameter in list(module.parameters())[:-1]],
     "all": lambda modules: modules.parameters(),
 }
 # In which order a body calls the modules of a piece, given how many there are.
@@ -40,7 +40,7 @@ ORDERS = {
     "twice": lambda number: [index // 2 for index in range(2 * number)],
     "reversed": lambda number: [*range(number)][::-1],
     "back": lambda number: [*range(number - 2), number - 1, *range(max(number - 2, 0), number)],
-    "first between": lambda number: [each for index in range(1, number) for each in (index, 0)] or [0],
+    "first between": lambda number: [place for index in range(1, number) for place in (index, 0)] or [0],
 }
 LONGEST = 8
 # The label of tokens that do not count.
@@ -421,7 +421,7 @@ class Body(nn.Module):
         if piece.between is None or index == 0:
             return modules
         lent = self.lists[piece.between % index][0]
-        return [each for module in modules for each in (module, lent)]
+        return [holder for module in modules for holder in (module, lent)]
 
     @torch.compiler.disable
     def strike(self, x):
@@ -492,7 +492,7 @@ def halve(module, inputs, output):
 
 
 def halve_backward(module, of_inputs, of_outputs):
-    return tuple(each if each is None else each * 0.5 for each in of_inputs)
+    return tuple(gradient if gradient is None else gradient * 0.5 for gradient in of_inputs)
 
 
 def change_hooks(module, step, handles):

@@ -39,7 +39,7 @@ def zero_options(**options):
 
 def of_compile_kwargs(says, compile_kwargs, instead, backend="inductor"):
     """Without these arguments engine.compile() works, and with each of ``instead``."""
-    refused, *advised = ({"backend": backend, "compile_kwargs": each} for each in (compile_kwargs, *instead))
+    refused, *advised = ({"backend": backend, "compile_kwargs": arguments} for arguments in (compile_kwargs, *instead))
     return Refusal(says, arguments=refused, amends={}, instead=tuple(advised))
 
 
@@ -91,9 +91,10 @@ def refuse(refusal, trains=False):
 def state_of(module, optimizer, engine):
     """What deepspeed.initialize() or, if there is an engine, engine.compile() changes when it succeeds."""
     if engine is None:
-        hooks = [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in module.modules()]
+        hooks = [(len(submodule._forward_pre_hooks), len(submodule._forward_hooks)) for submodule in module.modules()]
         held = [
-            [(id(each), each.data_ptr(), each.dtype) for each in group["params"]] for group in optimizer.param_groups
+            [(id(parameter), parameter.data_ptr(), parameter.dtype) for parameter in group["params"]]
+            for group in optimizer.param_groups
         ]
         values = [(name, value.data_ptr(), value.dtype) for name, value in module.state_dict().items()]
         states = len(optimizer.state)
@@ -135,6 +136,6 @@ def check_refused(ranks, refusal):
 
 def check_advice(ranks, refusals):
     """Asserts that each refusal says what helps, and that what it advises trains."""
-    assert all(each.instead or each.amends is not None for each in refusals.values())
+    assert all(refusal.instead or refusal.amends is not None for refusal in refusals.values())
     (errors,) = ranks(1).run(follow, refusals)
     assert all(error < TWICE_ROUNDED[refusals[name].dtype] for (name, _), error in errors.items()), errors

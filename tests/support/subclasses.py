@@ -45,5 +45,5 @@ class Scaled(torch.Tensor):
             args[0].rows.copy_(args[1].rows)
             args[0].scales.copy_(args[1].scales)
             return args[0]
-        args, kwargs = tree_map_only(cls, lambda each: each.rows * each.scales, (args, kwargs))
+        args, kwargs = tree_map_only(cls, lambda tensor: tensor.rows * tensor.scales, (args, kwargs))
         return function(*args, **kwargs)

@@ -260,7 +260,9 @@ def step_plain(plain, optimizer, clipping=0.0):
     """A plain loop's step: the optimizer gets the mean of the ranks' gradients, which are then dropped."""
     average_gradients(plain)
     if clipping:
-        torch.nn.utils.clip_grad_norm_([each for each in plain.parameters() if each.requires_grad], clipping)
+        torch.nn.utils.clip_grad_norm_(
+            [parameter for parameter in plain.parameters() if parameter.requires_grad], clipping
+        )
     optimizer.step()
     optimizer.zero_grad()
 

@@ -40,7 +40,9 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory, get_cxx_compiler
 
-    environment = {each: os.environ.get(each) for each in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")}
+    environment = {
+        variable: os.environ.get(variable) for variable in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
+    }
     paths = [*sources, *extra_include_paths]
     # A flag such as -march=native.
     processor = _processor() if "=native" in repr(flags) else ""

@@ -147,7 +147,7 @@ def test_pickled_and_copied():
     blocks = find_blocks(model, True)
     undo = contextlib.ExitStack()
     compile_blocks(model, blocks, run_as_traced, {}, no_limit(model), undo)
-    assert [each._compiled_call_impl is not None for each in (model, *blocks)] == [True] * 3
+    assert [module._compiled_call_impl is not None for module in (model, *blocks)] == [True] * 3
     assert find_blocks(model, True) == blocks
     for duplicate in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert duplicate._compiled_call_impl is None
@@ -156,7 +156,7 @@ def test_pickled_and_copied():
         assert block._compiled_call_impl is None and vars(block).keys() == vars(Block(4)).keys()
     undo.close()
     assert vars(model).keys() == vars(Model()).keys() and vars(blocks[0]).keys() == vars(Block(4)).keys()
-    assert not any(each._forward_pre_hooks for each in model.modules())
+    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_what_the_caller_compiled_since_stays():

@@ -108,7 +108,9 @@ def train_and_copy(case):
     duplicate = copy.deepcopy(pair.module)
     duplicate(ids).backward()
     pair.plain(ids).backward()
-    copied = relative_error(*([parameter.grad for parameter in each.parameters()] for each in (duplicate, pair.plain)))
+    copied = relative_error(
+        *([parameter.grad for parameter in model.parameters()] for model in (duplicate, pair.plain))
+    )
     outcome = pair.end()
     return Destroyed(seen(pair.before) == seen(pair.module), copied, outcome)
 

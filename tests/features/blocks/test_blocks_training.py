@@ -92,7 +92,7 @@ def graphs_and_buckets(case):
         for step in range(3):
             pair.step(batch(step, 0, dist.get_rank(), 4))
             counters.append(gradient_counters(pair.engine))
-    return GraphsAndBuckets(graphs, counters[-1], [each["buckets_sent"] for each in counters], pair.end())
+    return GraphsAndBuckets(graphs, counters[-1], [counter["buckets_sent"] for counter in counters], pair.end())
 
 
 def test_one_graph_serves_all_layers(ranks):
@@ -196,7 +196,7 @@ def alignment_told_to_inductor(case):
         engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
         engine.step()
     of_addresses = {parameter.data_ptr() % 16 for parameter in module.parameters() if parameter.requires_grad}
-    trained = [tuple(each.shape) for each in module.blocks[0].parameters() if each.requires_grad]
+    trained = [tuple(parameter.shape) for parameter in module.blocks[0].parameters() if parameter.requires_grad]
     engine.destroy()
     return Alignment(len(graphs), of_addresses, told["forward"], told["backward"], trained)
 

@@ -270,7 +270,10 @@ class Hooks:
 
     def shift(self, module, args):
         self.seen.append("shift")
-        return tuple(each + 0.1 if torch.is_tensor(each) and each.is_floating_point() else each for each in args)
+        return tuple(
+            argument + 0.1 if torch.is_tensor(argument) and argument.is_floating_point() else argument
+            for argument in args
+        )
 
     def behind(self, module, args, kwargs, output):
         self._sees("behind", module)
@@ -278,7 +281,7 @@ class Hooks:
 
     def before_backward(self, module, of_output):
         self.seen.append("before the backward")
-        return tuple(each * 0.5 for each in of_output)
+        return tuple(gradient * 0.5 for gradient in of_output)
 
     def behind_backward(self, module, of_input, of_output):
         self.seen.append("behind the backward")
@@ -343,9 +346,9 @@ def copied(block, config):
             # Such a copy runs as the block itself: docs/reliability.md.
             continue
         one, expected = make(pair.module.body.blocks[0]), make(pair.plain.body.blocks[0])
-        for each in (one, expected):
-            each.norm = nn.LayerNorm(8, device=device())
-            each.norm.weight.data.mul_(3)
+        for model in (one, expected):
+            model.norm = nn.LayerNorm(8, device=device())
+            model.norm.weight.data.mul_(3)
         seen[name] = type(one) is block, relative_error([one(x)], [expected(x)])
         own = [parameter for parameter in one.norm.parameters()]
         seen[f"gradients of {name}"] = (
@@ -357,7 +360,7 @@ def copied(block, config):
         )
         if name != "copy":
             whole = make(pair.module)
-            hooked = [each for each in whole.modules() if each._compiled_call_impl is not None]
+            hooked = [module for module in whole.modules() if module._compiled_call_impl is not None]
             seen[f"{name} of the model"] = not hooked, relative_error([whole(ids)], [pair.plain(ids)])
             # A pickle of the copy can be read without DeepSpeed.
             data = pickle.dumps(whole.body)

@@ -57,7 +57,7 @@ class Hooks:
 
     def change_backward(self, module, of_inputs, of_outputs):
         self.calls += 1
-        return tuple(each if each is None else each * 1.5 for each in of_inputs)
+        return tuple(gradient if gradient is None else gradient * 1.5 for gradient in of_inputs)
 
 
 WHATS = ("looks", "looks before", "changes", "looks backward", "changes backward")
@@ -287,7 +287,7 @@ def test_full_backward_hooks(ranks, place, regional, named, added):
     """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
     ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional, added)
     check([outcome])
-    assert len(warnings) == (named is not None) and all(f"{named} (" in each for each in warnings)
+    assert len(warnings) == (named is not None) and all(f"{named} (" in warning for warning in warnings)
 
 
 def train_with_hooks_of_tensors(place, regional):
@@ -303,7 +303,7 @@ def train_with_hooks_of_tensors(place, regional):
         expected -= 1
     if TorchVersion(torch.__version__) < "2.13":
         # Graphs end at hooks that note something, around the modules that have them.
-        expected -= sum(len([*each.parameters()]) for each in PLACES[place](module))
+        expected -= sum(len([*hooked.parameters()]) for hooked in PLACES[place](module))
 
     def change(gradient):
         seen.append(float(gradient.norm()))
@@ -312,8 +312,8 @@ def train_with_hooks_of_tensors(place, regional):
     def hook_output(module, inputs, output):
         output.register_hook(change)
 
-    for each in PLACES[place](module):
-        each.register_forward_hook(hook_output)
+    for hooked in PLACES[place](module):
+        hooked.register_forward_hook(hook_output)
     with warnings_logged() as warnings:
         beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
         beside.step(batch(0, 0, dist.get_rank(), 4))

@@ -139,7 +139,7 @@ ALSO_REFUSED = {
     "dynamic-of-another-type": of_compile_kwargs(
         "compile_kwargs['dynamic']='auto' is neither true nor false; set it to one of them, or to None",
         {"dynamic": "auto"},
-        instead=tuple({"dynamic": each} for each in (True, False, None)),
+        instead=tuple({"dynamic": value} for value in (True, False, None)),
         backend="eager",
     ),
     "mode-and-options": of_compile_kwargs(

@@ -121,7 +121,10 @@ def compile_engines_of_other_kinds():
 
     def held(module, optimizer):
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [(id(each), each.data_ptr(), each.shape, each.dtype) for each in [*module.parameters(), *given]]
+        return [
+            (id(parameter), parameter.data_ptr(), parameter.shape, parameter.dtype)
+            for parameter in [*module.parameters(), *given]
+        ]
 
     off = {"deepcompile": False}
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
@@ -195,11 +198,11 @@ def train_model_of_zero_init(enabled):
     case = Case(model=SMALL)
     with deepspeed.zero.Init(enabled=enabled):
         module = build(case)
-    before = [(each.data_ptr(), each.shape) for each in module.parameters()]
+    before = [(parameter.data_ptr(), parameter.shape) for parameter in module.parameters()]
     try:
         started = prepare(case, module)
     except ValueError as error:
-        assert [(each.data_ptr(), each.shape) for each in module.parameters()] == before
+        assert [(parameter.data_ptr(), parameter.shape) for parameter in module.parameters()] == before
         return str(error)
     started.engine.compile(backend="eager")
     return train_prepared(case, *started)

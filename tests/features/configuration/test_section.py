@@ -112,7 +112,7 @@ REFUSED = {
     "no blocks": Refusal(
         {"regional_compilation": []},
         "compile.regional_compilation names no classes; name some, or set it to ",
-        [{"regional_compilation": each} for each in (["Block"], True, False)],
+        [{"regional_compilation": value} for value in (["Block"], True, False)],
     ),
     "sharded without blocks": Refusal(
         {"shard_parameters": "all", "regional_compilation": False},
@@ -132,12 +132,12 @@ REFUSED = {
     "kept less than none": Refusal(
         {"shard_parameters": "all", "keep_gathered": -1},
         "compile.keep_gathered=-1 is no number of blocks; set it to one, which may be 0, or to ",
-        [{"shard_parameters": "all", "keep_gathered": each} for each in (0, 2, "fit", None)],
+        [{"shard_parameters": "all", "keep_gathered": value} for value in (0, 2, "fit", None)],
     ),
     "no part": Refusal(
         {"activation_memory_budget": 50},
         "compile.activation_memory_budget=50 is no part of the activations; set it to a number from 0 to 1, or ",
-        [{"activation_memory_budget": each} for each in (0, 0.5, 1, None)],
+        [{"activation_memory_budget": value} for value in (0, 0.5, 1, None)],
     ),
     "of another pass": Refusal(
         {"chunked_loss": True, "passes": ["autosp"]},
@@ -147,7 +147,7 @@ REFUSED = {
     "unknown pass": Refusal(
         {"passes": ["z2"]},
         "compile.passes holds 'z2', which does not fit; set it to a list of 'z1', 'z3', 'autosp' ",
-        [{"passes": [each]} for each in ("z1", "z3", "autosp")],
+        [{"passes": [name]} for name in ("z1", "z3", "autosp")],
     ),
     "picture of another name": Refusal(
         {"memory_picture": {"foldr": "x"}},
@@ -200,12 +200,12 @@ REFUSED = {
     "number of blocks": Refusal(
         {"regional_compilation": 5},
         "compile.regional_compilation=5 does not fit; set it to true or false or a list, or leave it out",
-        [{"regional_compilation": each} for each in (True, False, ["Block"])],
+        [{"regional_compilation": value} for value in (True, False, ["Block"])],
     ),
     "blocks by number": Refusal(
         {"regional_compilation": [5]},
         "compile.regional_compilation=[5] does not fit; set it to true or false or a list of texts, or leave it",
-        [{"regional_compilation": each} for each in (True, False, ["Block"])],
+        [{"regional_compilation": value} for value in (True, False, ["Block"])],
     ),
 }
 
@@ -345,8 +345,8 @@ def refused_at_the_beginning():
 
 
 def state_of(module, optimizer):
-    tensors = [*module.parameters(), *(each for group in optimizer.param_groups for each in group["params"])]
-    return [(id(each), each.data_ptr(), each.dtype, each.shape) for each in tensors], len(optimizer.state)
+    tensors = [*module.parameters(), *(parameter for group in optimizer.param_groups for parameter in group["params"])]
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors], len(optimizer.state)
 
 
 def test_what_the_configuration_shows_is_refused_before_anything_is_changed(ranks):

@@ -168,7 +168,7 @@ def test_in_chunks_low_precision_is_as_close_to_fp32_as_in_one_piece(ranks, dtyp
     # On two ranks, between which the head's gradient is cut.
     (on, _), (off, _) = (ranks(2).run(train_own, BlocksWithin, case) for case in cases)
     assert on.chunked > 0 and off.chunked == 0
-    error, bound = (each.outcome.total_error / each.outcome.moved for each in (on, off))
+    error, bound = (result.outcome.total_error / result.outcome.moved for result in (on, off))
     assert 0 < error < 1.2 * bound < 0.1
 
 

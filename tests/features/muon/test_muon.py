@@ -97,7 +97,7 @@ def overflow(training):
     engine.step()
     skipped, after = engine.skipped_steps, seen(module, engine)
     engine.destroy()
-    return skipped, [relative_error(*each) for each in zip(after, before, strict=True)]
+    return skipped, [relative_error(*pair) for pair in zip(after, before, strict=True)]
 
 
 def test_an_overflow_leaves_momentum_as_it_is(ranks):
@@ -126,8 +126,8 @@ def save_and_load(training, folder, saves):
     actual = seen(module, engine)
     engine.destroy()
     return (
-        [relative_error(*each) for each in zip(loaded, saved, strict=True)],
-        [relative_error(*each) for each in zip(actual, expected, strict=True)],
+        [relative_error(*pair) for pair in zip(loaded, saved, strict=True)],
+        [relative_error(*pair) for pair in zip(actual, expected, strict=True)],
         relative_error(expected[1], saved[1]),
     )
 
@@ -285,7 +285,7 @@ def momentum_of_others(training, folder):
     train(engine, training, range(2, 4))
     actual = seen(module, engine)
     engine.destroy()
-    return told, [relative_error(*each) for each in zip(actual, expected, strict=True)]
+    return told, [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
 
 
 def test_momentum_of_other_partitions(ranks, tmp_path):

@@ -58,7 +58,7 @@ class Moved(NamedTuple):
 
 def train_with_states_moved(training):
     module, engine = start(training, deepcompile=True)
-    before = [each.detach().clone() for each in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     train(engine, training, range(4))
     expected = seen(module, engine)
     steps = relative_error(module.parameters(), before)
@@ -75,16 +75,16 @@ def train_with_states_moved(training):
     actual = seen(module, engine)
     number = len(momenta(engine))
     engine.destroy()
-    return Moved([relative_error(*each) for each in zip(actual, expected, strict=True)], steps, number, moves)
+    return Moved([relative_error(*pair) for pair in zip(actual, expected, strict=True)], steps, number, moves)
 
 
 def test_states_moved_away_and_back(ranks):
     """A step that kept the momentum it once found would read memory that others have by now."""
     moved = ranks(2).run(train_with_states_moved, Training(stage=2))
-    for each in moved:
-        assert each.errors == [0.0, 0.0, 0.0] and each.steps > 1e-2
-        assert each.moves == 4 * each.momenta
-    assert any(each.momenta for each in moved)
+    for result in moved:
+        assert result.errors == [0.0, 0.0, 0.0] and result.steps > 1e-2
+        assert result.moves == 4 * result.momenta
+    assert any(result.momenta for result in moved)
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
@@ -109,18 +109,18 @@ def kept_by_steps(training):
     gc.collect()
     allocated = allocated_bytes(device().type == "cuda") - allocated
     new = sum(size for place, size in _storages().items() if place not in before)
-    states = [each for state in engine.optimizer.optimizer.state.values() for each in state.values()]
-    sizes = [each.nbytes for each in states if isinstance(each, torch.Tensor) and each.numel() > SMALL]
-    momentum = sum(each.nbytes for each in momenta(engine))
+    states = [value for state in engine.optimizer.optimizer.state.values() for value in state.values()]
+    sizes = [state.nbytes for state in states if isinstance(state, torch.Tensor) and state.numel() > SMALL]
+    momentum = sum(buffer.nbytes for buffer in momenta(engine))
     engine.destroy()
     return Kept(momentum, sum(sizes), new, allocated)
 
 
 def _storages():
     """Returns the place of the memory of each tensor that is no small one -> its bytes."""
-    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-    memory = [each.untyped_storage() for each in tensors if each.numel() > SMALL]
-    return {each.data_ptr(): each.nbytes() for each in memory}
+    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
+    memory = [tensor.untyped_storage() for tensor in tensors if tensor.numel() > SMALL]
+    return {storage.data_ptr(): storage.nbytes() for storage in memory}
 
 
 @vary("world, depth", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])

@@ -249,7 +249,7 @@ AVERAGES = [torch.zeros(2, 2) for _ in range(3)]
 def average(parameters):
     with torch.no_grad():
         torch._foreach_lerp_(AVERAGES, parameters, 1.0)
-    return sum(each.sum() for each in AVERAGES)
+    return sum(average.sum() for average in AVERAGES)
 
 
 def halve(parameters):

@@ -263,7 +263,9 @@ def order_of_waits(case):
         pending.append(sorted(in_use._works))
 
     # A block has waited when its hooks run.
-    watching = [each.register_forward_pre_hook(watched) for each in module.modules() if isinstance(each, Block)]
+    watching = [
+        submodule.register_forward_pre_hook(watched) for submodule in module.modules() if isinstance(submodule, Block)
+    ]
     try:
         for step in range(2):
             pending.clear()
@@ -279,8 +281,8 @@ def order_of_waits(case):
             hook.remove()
     hooks = [
         hook
-        for each in module.modules()
-        for hook in (*each._forward_pre_hooks.values(), *each._state_dict_pre_hooks.values())
+        for submodule in module.modules()
+        for hook in (*submodule._forward_pre_hooks.values(), *submodule._state_dict_pre_hooks.values())
     ]
     hooks = sum(isinstance(hook, Hook) for hook in hooks)
     engine.destroy()

@@ -58,7 +58,7 @@ def states_of(engine):
 def values(engine):
     """Returns the states of all parameters, as a user reads them."""
     parameters = engine.module.parameters()
-    return [safe_get_full_optimizer_state(each, name).clone() for each in parameters for name in SIGNED]
+    return [safe_get_full_optimizer_state(parameter, name).clone() for parameter in parameters for name in SIGNED]
 
 
 def start_uncompiled(run, seed=0):
@@ -86,10 +86,10 @@ def train_both_ways(run, between=None):
     """Trains for five steps. ``between``: None, or "offload" to move states to the host and back before the fourth."""
     seen, blockwise = [], False
     # Without DeepCompile, DeepSpeed finds no states of a second group, and none that were moved to the host and back.
-    for each in (run, dataclasses.replace(run, config={**run.config, "compile": {}})):
-        module, engine = start(each)
-        trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
-        begin = [each.detach().float().clone() for each in trained]
+    for variant in (run, dataclasses.replace(run, config={**run.config, "compile": {}})):
+        module, engine = start(variant)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.numel()]
+        begin = [parameter.detach().float().clone() for parameter in trained]
         train(engine, run, range(3))
         if between == "offload":
             engine.offload_states()
@@ -98,8 +98,10 @@ def train_both_ways(run, between=None):
             engine.reload_states()
         train(engine, run, range(3, 5))
         blockwise = blockwise or all(map(is_blockwise, states_of(engine)))
-        seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
-        seen.append([safe_get_full_optimizer_state(each, name).clone() for each in trained for name in SIGNED])
+        seen.append([safe_get_full_fp32_param(parameter).clone() for parameter in trained])
+        seen.append(
+            [safe_get_full_optimizer_state(parameter, name).clone() for parameter in trained for name in SIGNED]
+        )
         engine.destroy()
     return BothWays(
         blockwise, total_error(seen[0], seen[2]), total_error(seen[2], begin), total_error(seen[1], seen[3])
@@ -173,7 +175,7 @@ def train_on_given_gradients(case):
     offset = dist.get_rank() * master.numel()
     # Ranks may have GPUs of their own, and their states are compared.
     found = {name: value.cpu().clone() for name, value in states.items() if torch.is_tensor(value)}
-    masters = torch.cat([safe_get_full_fp32_param(each).flatten() for each in module.parameters()]).cpu()
+    masters = torch.cat([safe_get_full_fp32_param(parameter).flatten() for parameter in module.parameters()]).cpu()
     engine.destroy()
     return offset, found, masters
 
@@ -258,7 +260,7 @@ def there_and_back(run, folder):
     plain = dataclasses.replace(run, config={})
 
     def masters(engine):
-        return [safe_get_full_fp32_param(each).clone() for each in engine.module.parameters()]
+        return [safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
 
     _, engine = start(plain)
     train(engine, run, range(4))
@@ -290,7 +292,7 @@ def there_and_back(run, folder):
 def test_from_states_in_fp32_and_back(ranks, tmp_path, world):
     """Who turned the option on or off would go on with states of zero, or with codes for values."""
     for there in ranks(world).run(there_and_back, run_of(stage=2, dtype="bf16"), str(tmp_path)):
-        names = [name for each in map(names_of, SIGNED) for name in each]
+        names = [name for names in map(names_of, SIGNED) for name in names]
         assert there.kinds == [sorted([*names, "step"]), sorted([*SIGNED, "step"])]
         assert max(there.errors) < 0.03 and max(there.ends) < 0.1 * there.moved, there
 
@@ -332,7 +334,7 @@ def reload(run, folder):
 @vary("world", WORLDS)
 def test_loaded_and_saved_again(ranks, tmp_path, world):
     """An engine that saves before it steps would save the form of the checkpoint that it loaded, or no form."""
-    blocks = sorted([*(name for each in map(names_of, SIGNED) for name in each), FORM, "step"])
+    blocks = sorted([*(name for names in map(names_of, SIGNED) for name in names), FORM, "step"])
     for names, moved, loaded in ranks(world).run(reload, run_of(stage=2), str(tmp_path)):
         assert names == [sorted([*SIGNED, "step"])] * 2 + [blocks]
         assert moved == loaded == 0
@@ -346,7 +348,7 @@ def step_uncompiled(run, folder):
     """
 
     def masters():
-        return [each.clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+        return [master.clone() for master in engine.optimizer.single_partition_of_fp32_groups]
 
     _, engine = start(run)
     train(engine, run, range(4))
@@ -546,7 +548,9 @@ def as_advised():
 
 def test_refused_states(ranks):
     """Each of these would train with states in fp32, or raise in the first step."""
-    sentences = {name: f"ValueError: DeepCompile with ZeRO stage 1: {each.says}" for name, each in REFUSALS.items()}
+    sentences = {
+        name: f"ValueError: DeepCompile with ZeRO stage 1: {refusal.says}" for name, refusal in REFUSALS.items()
+    }
     assert ranks(1).run(refused) == [sentences]
     (found,) = ranks(1).run(as_advised)
     assert all(found.values()), found

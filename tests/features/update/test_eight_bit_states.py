@@ -60,7 +60,7 @@ def test_codes_are_those_of_the_table(signed):
 
     At each midpoint of the table and some roundings around it, at each value, and at random ones of all sizes.
     """
-    table, thresholds = (each.cpu() for each in make_map(signed, device()))
+    table, thresholds = (tensor.cpu() for tensor in make_map(signed, device()))
     assert len(table) == 256 and table[zero_code(signed)] == 0 and table[-1] == 1
     middle = ((table[1:].double() + table[:-1].double()) / 2).float()
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def test_codes_are_those_of_the_table(signed):
     for _ in range(3):
         below = torch.nextafter(below, torch.tensor(-2.0))
         given.append(below)
-    values = torch.cat([*given, *(-each for each in given if signed), torch.tensor([0.0, -0.0, 1.0])])
+    values = torch.cat([*given, *(-value for value in given if signed), torch.tensor([0.0, -0.0, 1.0])])
     values = values.clamp(-1 if signed else 0, 1).to(device())
     codes = codes_of(values, thresholds.to(device()), signed)
     assert codes.dtype == torch.uint8
@@ -82,7 +82,7 @@ def test_codes_are_those_of_the_table(signed):
 def test_maps_are_in_fp32_whatever_the_default_is(signed):
     """A map that is made while a model is built in fp64 would make all codes of the process others."""
     with default_dtype(torch.float64):
-        assert {each.dtype for each in make_map.__wrapped__(signed, torch.device("cpu"))} == {torch.float32}
+        assert {tensor.dtype for tensor in make_map.__wrapped__(signed, torch.device("cpu"))} == {torch.float32}
 
 
 @vary("signed", [True, False])
@@ -194,7 +194,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(monkeypatch, ranks_count):
     for name in SIGNED:
         codes, scales = names_of(name)
         for block in whole:
-            (rank,) = (each for each in several if each.first <= block * BLOCK < each.last)
+            (rank,) = (candidate for candidate in several if candidate.first <= block * BLOCK < candidate.last)
             row = block - rank.first // BLOCK
             assert torch.equal(rank.state[codes][row], one.state[codes][block]), block
             assert torch.equal(rank.state[scales][row], one.state[scales][block]), block
@@ -358,7 +358,7 @@ def test_steps_at_midpoints(module):
     """
     if module == "adam_kernel":
         skip_without_kernel()
-    signed, unsigned = (make_map(each, device()).thresholds[1:-1] for each in (True, False))
+    signed, unsigned = (make_map(value, device()).thresholds[1:-1] for value in (True, False))
     middle = torch.cat([signed, unsigned, unsigned.sqrt(), -unsigned])
     around = [middle, *(middle.nextafter(torch.full_like(middle, end)) for end in (-2, 2))]
     found = torch.cat(around).clamp(-1, 1)
@@ -402,10 +402,10 @@ def test_states_that_are_saved_and_loaded(by_caller):
     other.optimizer.load_state_dict(copy.deepcopy(state_dict))
     loaded = dict(other.state)
     to_blocks(loaded, 130, other.master)
-    assert {name: value.dtype for name, value in loaded.items()} == {name: each.dtype for name, each in held.items()}
+    assert {name: value.dtype for name, value in loaded.items()} == {name: value.dtype for name, value in held.items()}
     assert all(torch.equal(loaded[name], held[name]) for name in held)
-    for each in (rank, other):
-        each.step(draw(9))
+    for loader in (rank, other):
+        loader.step(draw(9))
     assert all(torch.equal(other.state[name], rank.state[name]) for name in held)
 
     plain = dict(rank.state)

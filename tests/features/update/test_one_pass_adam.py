@@ -124,7 +124,7 @@ def test_a_step_is_that_of_fp64(name, states, dtype):
     values = [mean, *(torch.rand(5, columns, device=device()) + 0.1 for _ in range(2 if states == "amsgrad" else 1))]
     # Triton's interpreter rounds to bf16 otherwise than a GPU.
     gradient, new, maps, scales = gradient.to(dtype), torch.zeros_like(master, dtype=torch.float16), (), ()
-    tensors = tuple(each.clone() for each in values)
+    tensors = tuple(value.clone() for value in values)
     if states == "8bit":
         maps = tuple(make_map(signed, device()) for signed in (True, False))
         tensors, scales = zip(*(encode(values[i], maps[i].thresholds, i == 0) for i in range(2)), strict=True)
@@ -138,7 +138,7 @@ def test_a_step_is_that_of_fp64(name, states, dtype):
         decoupled, sign = count > 5, -1.0 if count > 10 else 1.0
         optimizer.param_groups[0].update(decoupled_weight_decay=decoupled, maximize=sign < 0, lr=0.01 * count)
         if states == "8bit":
-            expected.states = [decode(*each, table.values).double() for *each, table in zip(tensors, scales, maps)]
+            expected.states = [decode(*tensor, table.values).double() for *tensor, table in zip(tensors, scales, maps)]
         expected.step(0.5 * gradient, optimizer, count)
         scalars = Scalars(
             factor=0.5 * sign,
@@ -222,8 +222,8 @@ def test_steps_are_those_of_fp64_and_of_torch(name, traced):
     with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_traced(traced and device().type == "cpu"):
         for step in range(8):
             factor = torch.full((1,), 1 / (1 + step), device=device())
-            for each in (expected, optimizer):
-                schedule(each, name, step)
+            for stepped in (expected, optimizer):
+                schedule(stepped, name, step)
             given = draw(step)
             in_fp64.step(given[1] * factor, optimizer, 1 + step)
             assert step_beside(given, optimizer, expected, whole, rule, factor) == (step > 0)
@@ -236,7 +236,7 @@ def test_steps_are_those_of_fp64_and_of_torch(name, traced):
     torch.testing.assert_close(ours["state"], theirs["state"], **close)
     for parameter in (cut, whole):
         torch.testing.assert_close(parameter.data.double(), in_fp64.master, **close)
-    states = [optimizer.state[cut][each] for each in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: len(zeros)]]
+    states = [optimizer.state[cut][state] for state in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: len(zeros)]]
     for state, value in zip(states, in_fp64.states, strict=True):
         torch.testing.assert_close(state.double(), value, **close)
 
@@ -247,9 +247,9 @@ def test_steps_are_those_of_fp64_and_of_torch(name, traced):
 def described(value):
     """Describes an object of an optimizer, what it contains, and which objects all these are."""
     if isinstance(value, dict):
-        inside = [(described(key), described(each)) for key, each in value.items()]
+        inside = [(described(key), described(entry)) for key, entry in value.items()]
     elif isinstance(value, (list, tuple)):
-        inside = [described(each) for each in value]
+        inside = [described(entry) for entry in value]
     else:
         inside = value.tolist() if torch.is_tensor(value) else repr(value)
     return type(value), id(value), inside
@@ -329,7 +329,7 @@ def test_new_values_in_memory_that_is_not_aligned():
     for offset in (0, 1):
         whole = torch.nn.Parameter(torch.randn(numel, device=device()))
         cut = copy.deepcopy(whole)
-        expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, cut))
+        expected, optimizer = (torch.optim.AdamW([parameter], lr=0.1, foreach=False) for parameter in (whole, cut))
         memory, rule = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), OnePassAdam()
         new, other, most = memory[offset : offset + numel], memory[-1 if offset == 0 else 0], 0
         with updates_compiled_from(LARGE, LARGE), as_traced(False):
@@ -412,7 +412,7 @@ def test_new_values_may_be_written_over_gradients(name):
     """With offloading both are in one memory, so generated code that wrote first would read parameters."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     cut = copy.deepcopy(whole)
-    expected, optimizer = (ADAMS[name]([each]) for each in (whole, cut))
+    expected, optimizer = (ADAMS[name]([parameter]) for parameter in (whole, cut))
     rule, memory = OnePassAdam(), torch.empty(NUMEL, dtype=torch.bfloat16, device=device())
     with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_traced(False):
         for _ in range(4):

@@ -61,8 +61,10 @@ def train_both_ways(case, folder, traced, between=None):
                 module, engine = start(case)
                 step_in_one_pass(engine)
                 # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
-                trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
-                begin = [each.float().clone() for each in trained]
+                trained = [
+                    parameter for parameter in module.parameters() if parameter.requires_grad and parameter.numel()
+                ]
+                begin = [parameter.float().clone() for parameter in trained]
                 for step in range(5 * case.accumulation):
                     if between == "load" and step == 3:
                         engine.save_checkpoint(folder, tag=str(least))
@@ -73,8 +75,8 @@ def train_both_ways(case, folder, traced, between=None):
                         engine.reload_states()
                     backward(engine, step)
                     engine.step()
-                seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
-                seen.append([safe_get_full_optimizer_state(each, "exp_avg").clone() for each in trained])
+                seen.append([safe_get_full_fp32_param(parameter).clone() for parameter in trained])
+                seen.append([safe_get_full_optimizer_state(parameter, "exp_avg").clone() for parameter in trained])
                 engine.destroy()
     finally:
         AdamStep.run = run
@@ -152,7 +154,7 @@ def train_three_steps(first, folder):
     """
     torch._dynamo.reset()
     module = build(Case())
-    begin = [each.clone() for each in module.parameters()]
+    begin = [parameter.clone() for parameter in module.parameters()]
     engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
     engine.compile(backend="eager")
     step_in_one_pass(engine)
@@ -162,7 +164,7 @@ def train_three_steps(first, folder):
         backward(engine, step)
         engine.step()
     engine.save_checkpoint(folder)
-    masters = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+    masters = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
     name = type(engine.optimizer.optimizer).__name__
     engine.destroy()
     return name, begin, masters

@@ -173,7 +173,7 @@ def test_the_kernel_does_what_the_operators_do(in_8_bits):
     second = Elements(*copy.deepcopy(tuple(first)))
     step_rows(first, settings)
     adam_operators.step_rows(second, settings)
-    ours, theirs = (join(each.new, each.master) for each in (first, second))
+    ours, theirs = (join(elements.new, elements.master) for elements in (first, second))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-9)
     assert torch.equal(split(ours)[0], first.new), "a parameter is not the one of its master weight"
 

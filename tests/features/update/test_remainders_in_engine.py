@@ -99,17 +99,17 @@ def compile_engine(engine, run):
 
 
 def trained(engine):
-    return [each for each in engine.module.parameters() if each.requires_grad and each.numel()]
+    return [parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
 
 
 def masters(engine):
-    return [safe_get_full_fp32_param(each).clone() for each in trained(engine)]
+    return [safe_get_full_fp32_param(parameter).clone() for parameter in trained(engine)]
 
 
 def moments(engine):
     return [
-        safe_get_full_optimizer_state(each, name).clone()
-        for each in trained(engine)
+        safe_get_full_optimizer_state(parameter, name).clone()
+        for parameter in trained(engine)
         for name in ("exp_avg", "exp_avg_sq")
     ]
 
@@ -150,17 +150,17 @@ class BothWays(NamedTuple):
 def train_both_ways(run, between=None):
     """Trains for four steps with remainders and with fp32 master weights. ``between`` is called before the third."""
     seen = []
-    for each in (run, without(run)):
-        engine = begin(each, compiled=False)
+    for variant in (run, without(run)):
+        engine = begin(variant, compiled=False)
         memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.single_partition_of_fp32_groups]
-        compile_engine(engine, each)
+        compile_engine(engine, variant)
         before = masters(engine)
         for number in range(4):
             if between is not None and number == 2:
                 between(engine)
-            step_on_given(engine, each, number)
+            step_on_given(engine, variant, number)
         seen.append((masters(engine), moments(engine)))
-        if each is run:
+        if variant is run:
             right = parameters_are_of_masters(engine)
             gc.collect()
             sizes = (
@@ -240,10 +240,10 @@ def test_master_weights_have_the_bits_of_those_in_fp32(ranks, varied):
 def train_and_compare(run):
     """Trains as a user does, with and without remainders. Returns the error of the master weights, and their way."""
     seen = []
-    for each in (run, without(run)):
-        _, engine = start(each)
+    for variant in (run, without(run)):
+        _, engine = start(variant)
         before = masters(engine)
-        train(engine, each, range(5))
+        train(engine, variant, range(5))
         seen.append(masters(engine))
         engine.destroy()
     return relative_error(*seen), relative_error(seen[1], before)
@@ -290,17 +290,17 @@ class OfAdam(NamedTuple):
 
 def train_adam(run, name):
     ends = []
-    for each in (run, without(run)):
-        engine = make_of(each, ADAMS[name])
+    for variant in (run, without(run)):
+        engine = make_of(variant, ADAMS[name])
         before = masters(engine)
         for number in range(3):
-            step_on_given(engine, each, number)
+            step_on_given(engine, variant, number)
             # The count of steps is where each optimizer has it.
             states = [None] * dist.get_world_size()
             dist.all_gather_object(states, engine.optimizer.state_dict())
             engine.optimizer.load_state_dict(states, True, True)
         ends.append(masters(engine))
-        if each is run:
+        if variant is run:
             right, kind = parameters_are_of_masters(engine), type(engine.optimizer.optimizer).__name__
         engine.destroy()
     return OfAdam(kind, relative_error(*ends), relative_error(ends[1], before), right)
@@ -519,7 +519,7 @@ def write(run):
     clamped = safe_get_full_fp32_param(parameter)
     right["a clamp stays"] = bool((clamped.abs() < 0.0101).all()) and bool((clamped[0].abs() < 1e-30).all())
     step_on_given(engine, run, 1)
-    right["no NaN"] = all(each.isfinite().all() for each in masters(engine))
+    right["no NaN"] = all(master.isfinite().all() for master in masters(engine))
     # The learning rate is 0.02, and values before the clamp were up to 3.
     right["steps go on from the clamp"] = bool((parameter.detach().float() - clamped).abs().max() < 0.03)
 
@@ -527,7 +527,7 @@ def write(run):
     engine.module.load_state_dict(state)
     engine.optimizer.refresh_fp32_params()
     third = torch.tensor(0.3, dtype=torch.bfloat16).float().item()
-    right["refresh_fp32_params"] = all((each == third).all() for each in masters(engine))
+    right["refresh_fp32_params"] = all((master == third).all() for master in masters(engine))
 
     placeholder = engine.optimizer.single_partition_of_fp32_groups[0]
     right["an unknown read sees NaN"] = bool(placeholder.detach().isnan().all())
@@ -629,10 +629,10 @@ def raise_in_set_up(run):
     plain = begin_plain(run)
     with mock.patch.object(set_up, "attach", side_effect=Injected("no attach")):
         right = {"said": outcome(engine.compile, backend=run.backend) == "Injected: no attach"}
-    for each in (engine, plain):
-        train(each, run, [0, 1])
+    for trainer in (engine, plain):
+        train(trainer, run, [0, 1])
     expected = masters(plain)
-    right["trains"] = same(masters(engine), expected) and all(each.isfinite().all() for each in expected)
+    right["trains"] = same(masters(engine), expected) and all(master.isfinite().all() for master in expected)
     compile_engine(engine, run)
     right["compiled again"] = same(masters(engine), expected) and parameters_are_of_masters(engine)
     train(engine, run, [2])
@@ -849,25 +849,25 @@ class WithRows(BlocksWithin):
 def scale_rows(run, kind):
     """Returns what is said of a trained embedding with a max_norm, and how an engine trains as that advises."""
 
-    def make(each):
+    def make(variant):
         torch.manual_seed(0)
         module = WithRows(kind, max_norm=0.5).to(device())
-        config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **each.config}
-        return module, dataclasses.replace(each, config=config)
+        config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **variant.config}
+        return module, dataclasses.replace(variant, config=config)
 
     module, with_key = make(run)
     said, right = outcome(make_engine, module, with_key), {}
-    for name, each in {"without the key": without(run), "without max_norm": run, "frozen": run}.items():
-        module, each = make(each)
+    for name, variant in {"without the key": without(run), "without max_norm": run, "frozen": run}.items():
+        module, variant = make(variant)
         if name == "without max_norm":
             module.rows.max_norm = None
         if name == "frozen":
             module.rows.requires_grad_(False)
-        engine = make_engine(module, each)
+        engine = make_engine(module, variant)
         before = [parameter.detach().clone() for parameter in trained(engine)]
-        train(engine, each, range(2))
+        train(engine, variant, range(2))
         right[f"{name}: trains"] = not any(map(torch.equal, trained(engine), before))
-        if each.config["compile"]:
+        if variant.config["compile"]:
             right[f"{name}: parameters are of masters"] = parameters_are_of_masters(engine)
         engine.destroy()
     return said, right
@@ -975,7 +975,7 @@ def test_torch_counts_steps(ranks):
     """A step would be refused beside torch's own hook of all optimizers, or the hook would not be called."""
     run = run_of(accumulation=1)
     counted = [
-        ranks(1).run(steps_counted_by_torch, each) for each in (run, dataclasses.replace(run, deepcompile=False))
+        ranks(1).run(steps_counted_by_torch, variant) for variant in (run, dataclasses.replace(run, deepcompile=False))
     ]
     assert counted[0] == counted[1] and counted[0][0] > 0
 

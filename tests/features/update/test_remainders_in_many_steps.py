@@ -81,7 +81,7 @@ def train_beside(steps, same_parameters):
                     lower = safe_get_full_fp32_param(other).view(torch.int32) & 0xFFFF
                     untied += int((apart.bool() & (lower != 0x8000)).sum())
                 other.data.copy_(one.data)
-    masters = [[safe_get_full_fp32_param(each).clone() for each in side] for side in zip(*pairs)]
+    masters = [[safe_get_full_fp32_param(parameter).clone() for parameter in side] for side in zip(*pairs)]
     differ = sum(int((one.view(torch.int32) != other.view(torch.int32)).sum()) for one, other in zip(*masters))
     seen = Seen(list(losses), differ, others, units, untied)
     for engine in engines:

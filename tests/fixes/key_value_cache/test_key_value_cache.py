@@ -338,7 +338,7 @@ def copies_of_a_model(inside, more):
     # The module's own parameters hold process groups, which no pickle can have.
     copied = copy.deepcopy(module)
     pickled = pickle.dumps(copied)
-    results = [run_copied(each, ids) for each in (copied, pickle.loads(pickled))]
+    results = [run_copied(duplicate, ids) for duplicate in (copied, pickle.loads(pickled))]
     engine.destroy()
     return run_copied(module, ids), [*results, run_copied(copy.deepcopy(copied), ids)], b"deepspeed" in pickled
 

@@ -78,5 +78,5 @@ def test_the_norm_still_goes_wrong():
     if finished.returncode:
         assert "illegal memory access" in finished.stderr, finished.stderr[-2000:]
         return
-    numbers = [float(each) for each in re.findall(r"[-+.\de]*\d", finished.stdout)]
+    numbers = [float(match) for match in re.findall(r"[-+.\de]*\d", finished.stdout)]
     assert max(numbers) > 0.05, finished.stdout

@@ -76,8 +76,8 @@ class Result(NamedTuple):
 
 def frozen(model):
     """Returns name -> the values of each frozen parameter, as the tensors that have memory."""
-    parameters = ((name, each) for name, each in model.named_parameters() if not each.requires_grad)
-    return {name: [part.detach().clone() for part in plain_tensors([each])] for name, each in parameters}
+    parameters = ((name, parameter) for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    return {name: [part.detach().clone() for part in plain_tensors([parameter])] for name, parameter in parameters}
 
 
 def masters(model):
@@ -104,7 +104,7 @@ def train_engine(case):
             evaluations.append(evaluate(engine))
     after, adapters = frozen(model), masters(model)
     others = [name for name in before if not all(map(torch.equal, before[name], after[name]))]
-    others += [name for name, each in model.named_parameters() if each.grad is not None]
+    others += [name for name, parameter in model.named_parameters() if parameter.grad is not None]
     counters = gradient_counters(engine) if case.deepcompile else {}
     merged = merge_and_go_on(model, engine) if case.merges else []
     engine.destroy()

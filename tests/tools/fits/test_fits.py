@@ -79,10 +79,10 @@ def held_by_engine(case):
     (master,) = optimizer.single_partition_of_fp32_groups
     state = optimizer.optimizer.state[master]
     remainders = [share for part in optimizer._deepcompile.features for share in getattr(part, "shares", ())]
-    names = [name for each in SIGNED for name in (each, *names_of(each)) if name in state]
+    names = [name for state_name in SIGNED for name in (state_name, *names_of(state_name)) if name in state]
     held = {
         "parameters": sum(flat.nbytes for flat in optimizer.bit16_groups_flat),
-        "masters": sum(each.nbytes for each in remainders) or master.nbytes,
+        "masters": sum(remainder.nbytes for remainder in remainders) or master.nbytes,
         "moments": sum(state[name].nbytes for name in names),
         "gradients": bound,
     }
@@ -116,7 +116,7 @@ def kept_by_autograd(model, ids):
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = model(ids)
-    others = {each.untyped_storage().data_ptr() for each in (*model.parameters(), ids)}
+    others = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), ids)}
     return sum(size for place, size in kept.items() if place not in others), loss
 
 
@@ -207,7 +207,7 @@ def test_a_loss_is_in_chunks_only_where_training_has_chunks(monkeypatch):
 def test_a_budget_keeps_logits_between_graphs():
     """The peak would lack logits: a loss that has a graph of its own reads them, whatever the budget is."""
     logits = 2 * TOKENS * MANY
-    plain, budget = (activations_of(WithLoss, budget=each, chunked_loss=False) for each in (None, 0.0))
+    plain, budget = (activations_of(WithLoss, budget=value, chunked_loss=False) for value in (None, 0.0))
     kept = [found.forward[-1].after for found in (plain, budget)]
     assert logits <= kept[1] < kept[0]
     # Beside them is their gradient.
@@ -288,7 +288,7 @@ def row_that_keeps(keep, memory=80.0):
 
 def test_blocks_that_stay_whole():
     """Blocks that keep_gathered keeps would not be counted, or "fit" would keep more than a GPU has room for."""
-    block = 2 * sum(each.numel() for each in Block().parameters())
+    block = 2 * sum(parameter.numel() for parameter in Block().parameters())
     peaks = [row_that_keeps(keep).peak for keep in (0, 2, 3, 8)]
     assert peaks == sorted(peaks) and block <= peaks[-1] - peaks[0] <= 8 * block
     every = row_that_keeps("fit")
@@ -485,7 +485,7 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     arguments = ("--model", f"{this_module}:small", "--gpus", 2, "--sequence", TOKENS)
     run(capsys, *arguments, "--config", config, "--json", tmp_path / "figures.json")
     answer = json.loads((tmp_path / "figures.json").read_text())
-    elements = sum(each.numel() for each in Small().parameters())
+    elements = sum(parameter.numel() for parameter in Small().parameters())
     assert answer["trained"] == elements and (answer["micro_batch"], answer["accumulation"]) == (2, 2)
     first = answer["rows"][0]
     assert first["mode"] == "your configuration" and first["fits"] == "yes"
@@ -619,7 +619,7 @@ def test_fsdp2_reduces_each_micro_batch():
     modes_of_stages = [Mode("whole", system="fsdp2"), Mode("reduced", system="fsdp2", stage=2)]
     rows = fits(Small, modes=modes_of_stages, gpus=ranks, sequence=TOKENS, accumulation=2).rows
     forward = {row.mode.name: row.forward for row in rows}
-    elements = sum(each.numel() for each in Small().parameters())
+    elements = sum(parameter.numel() for parameter in Small().parameters())
     alone = fits(Small, modes=modes_of_stages, gpus=ranks, sequence=TOKENS).rows[0].forward
     assert forward["whole"] - alone == 2 * elements
     # A rank's share, in fp32.
@@ -673,7 +673,7 @@ def test_what_was_measured(package, word):
     """What is estimated would be far from what GPUs hold: more than 3 % above, or more than 1 % below."""
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     benchmark = package("fits")
-    runs = [each for each in benchmark.MEASURED if word in each.line]
+    runs = [measured for measured in benchmark.MEASURED if word in measured.line]
     far = [found for found in benchmark.compare(runs) if benchmark.is_far(*found[-2:])]
     assert runs and not far
 

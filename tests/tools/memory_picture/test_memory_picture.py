@@ -88,9 +88,10 @@ def record(case, folder):
         tensors += [value for state in optimizer.optimizer.state.values() for value in state.values()]
         parameters = {tensor.untyped_storage().data_ptr(): tensor for tensor in optimizer.bit16_groups_flat}
         parts = [
-            [each.rows, each.scales] if isinstance(each, Scaled) else [each] for each in engine.module.parameters()
+            [parameter.rows, parameter.scales] if isinstance(parameter, Scaled) else [parameter]
+            for parameter in engine.module.parameters()
         ]
-        parameters |= {each.untyped_storage().data_ptr(): each for each in itertools.chain(*parts)}
+        parameters |= {tensor.untyped_storage().data_ptr(): tensor for tensor in itertools.chain(*parts)}
         recorder = engine._memory_recorder
         engine.destroy()
     assert recorder is None and not torch.autograd._profiler_enabled()
@@ -146,7 +147,7 @@ def test_the_data_is_what_the_engine_knows(recorded, folder):
         sums = step.sums()
         assert [sum(held[name][index] for name in data.CATEGORIES) for index in range(len(sums))] == sums
         peak = step.peak()
-        assert peak.bytes == max(sums) == sum(peak.held.values()) == max(each.bytes for each in step.peaks().values())
+        assert peak.bytes == max(sums) == sum(peak.held.values()) == max(peak.bytes for peak in step.peaks().values())
         assert step.about["rank"] == rank and step.about["deepcompile"] and step.about["step"] == 3
 
 

@@ -96,7 +96,7 @@ def test_two_steps_lie_over_each_other(browser, pages, size):
     lines = browser.find_elements("css selector", ".scatterlayer .trace .lines path")
     # One panel for all memory and one for each category, each with a line of either step.
     assert len(lines) == 2 * (1 + len(data.CATEGORIES))
-    names = [each.text for each in browser.find_elements("css selector", ".legendtext")]
+    names = [element.text for element in browser.find_elements("css selector", ".legendtext")]
     assert names == ["before", "after"]
     assert browser.execute_script("return document.documentElement.scrollWidth") <= size[0]
     assert errors(browser) == []

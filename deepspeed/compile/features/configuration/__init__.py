@@ -1,13 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The front door of an engine: reads its options, refuses what cannot be honoured, and makes the engine compile itself.
+"""The front door of an engine: reads its options, refuses those it cannot honour, and makes the engine compile itself.
 
 - ``options.py``, ``sentences.py``: read the section ``compile``. They drop options without effect, and report a wrong
   one in one sentence.
 - ``initialize.py``, ``same_models.py``: the checks of ``deepspeed.initialize()``, if possible before it changes
   anything. They also refuse models that differ by rank.
 - ``feature.py``, ``refused.py``, ``refused_calls.py``, ``ignored.py``: refuse options of DeepSpeed, and warn of
-options
-  without effect. Each part does so for its own options.
+  options without effect. Each part does so for its own options.
 - ``self_compile.py``: decides when an engine compiles itself.
 """

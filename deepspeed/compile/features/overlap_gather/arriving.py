@@ -114,8 +114,8 @@ def _arriving_among(value: Any) -> Iterator["Arriving"]:
     if isinstance(value, Arriving):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _arriving_among(each)
+        for entry in value:
+            yield from _arriving_among(entry)
     elif isinstance(value, dict):
         yield from _arriving_among(list(value.values()))
 

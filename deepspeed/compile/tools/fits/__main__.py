@@ -123,7 +123,7 @@ def table(answer: Any, model: str) -> List[str]:
         cells.append((row.mode.name, *peaks, phase, verdict, pace, row.line))
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(head) - 1)]
     for cell in cells:
-        lines.append("  ".join([each.ljust(width) for each, width in zip(cell, widths)] + [cell[-1]]).rstrip())
+        lines.append("  ".join([text.ljust(width) for text, width in zip(cell, widths)] + [cell[-1]]).rstrip())
     shown = answer.first
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
     lines += ["", f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.']

@@ -73,9 +73,9 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in pytree.tree_leaves(result):
-            if isinstance(each, torch.Tensor):
-                self._count(each.untyped_storage())
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._count(leaf.untyped_storage())
         return result
 
     def _count(self, storage):
@@ -146,7 +146,7 @@ class _Compiled(torch.autograd.Function):
         ctx.memory, ctx.graphs, ctx.names, ctx.block = memory, graphs, names, block
         memory.end_moment(None, block=block)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
         return results
 
     @staticmethod
@@ -162,7 +162,7 @@ class _Compiled(torch.autograd.Function):
         del tensors
         # The graph has dropped what it kept, and autograd drops the tensors that stand for it after this function.
         with memory.without(sum(saved.bytes for saved in graphs.saved)):
-            gradients = [each if each is None else _like(each) for each in graphs.gradients[count:]]
+            gradients = [gradient if gradient is None else _like(gradient) for gradient in graphs.gradients[count:]]
         return None, None, None, None, *[None] * count, *gradients
 
 
@@ -270,8 +270,8 @@ class Run:
                 with patch.object(block, "forward", forward), _holding(block, held, tensors), plain, _Attention():
                     returned = block.forward(*args, **kwargs)
                 tensors, results["spec"] = pytree.tree_flatten(returned)
-                results["others"] = [_TENSOR if isinstance(each, torch.Tensor) else each for each in tensors]
-                return [each for each in tensors if isinstance(each, torch.Tensor)]
+                results["others"] = [_TENSOR if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
+                return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
             key = _key(block, held, tensors, leaves, self._budget)
             if key not in self._graphs:
@@ -389,26 +389,29 @@ def _uncounted(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Context for what makes tensors that no training makes."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    mode = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    mode = next(tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode"))
     with _disable_current_modes(), mode, torch.enable_grad():
         yield
 
 
 def _held(modules, recurse=True):
     """Lists the parameters and the buffers of modules, each once, because some are tied."""
-    tensors = [each for module in modules for each in module.parameters(recurse)]
-    tensors += [each for module in modules for each in module.buffers(recurse)]
-    return [*{id(each): each for each in tensors}.values()]
+    tensors = [parameter for module in modules for parameter in module.parameters(recurse)]
+    tensors += [buffer for module in modules for buffer in module.buffers(recurse)]
+    return [*{id(tensor): tensor for tensor in tensors}.values()]
 
 
 def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
     """Returns a context in which a module has the first of ``tensors`` for what it holds."""
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    given = {id(each): tensor for each, tensor in zip(held, tensors)}
-    return _reparametrize_module(module, {name: given[id(each)] for name, each in every if id(each) in given})
+    given = {id(holder): tensor for holder, tensor in zip(held, tensors)}
+    return _reparametrize_module(module, {name: given[id(tensor)] for name, tensor in every if id(tensor) in given})
 
 
 def _key(module, parameters, tensors, others, budget):
     """Returns what modules have in common that share a graph."""
-    shapes = [(each.shape, each.stride(), each.dtype, each.requires_grad) for each in (*parameters, *tensors)]
+    shapes = [
+        (parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad)
+        for parameter in (*parameters, *tensors)
+    ]
     return type(module), str(shapes), str(others), budget

@@ -173,11 +173,13 @@ class Subject:
         self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
         self._runs = {by_blocks: Run(model, self.of(by_blocks), say) for by_blocks in (False, True)}
         named = dict(self.model.named_parameters())
-        self.trained = {name: each for name, each in named.items() if each.requires_grad}
+        self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.names = list(self.trained)
-        self.flat = [Parameter(torch.empty(each.shape, dtype=dtype, device="meta")) for each in self.trained.values()]
-        self.frozen = sum(_bytes_of(each) for each in named.values() if not each.requires_grad)
-        self.elements = sum(each.numel() for each in named.values())
+        self.flat = [
+            Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta")) for parameter in self.trained.values()
+        ]
+        self.frozen = sum(_bytes_of(parameter) for parameter in named.values() if not parameter.requires_grad)
+        self.elements = sum(parameter.numel() for parameter in named.values())
         self.buffers = sum(map(_bytes_of, self.model.buffers()))
         frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
         self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
@@ -222,19 +224,19 @@ class Subject:
         behind, so then both are one unit, the root's, which is whole from the forward to the end of the backward.
         """
         every = [*self.model.named_parameters(remove_duplicate=False)]
-        is_tied = len({id(each) for _, each in every}) < len(every)
-        names = {id(each): name for name, each in reversed(every)}
-        places = {id(each): place for place, (_, each) in reversed([*enumerate(every)])}
+        is_tied = len({id(parameter) for _, parameter in every}) < len(every)
+        names = {id(parameter): name for name, parameter in reversed(every)}
+        places = {id(parameter): place for place, (_, parameter) in reversed([*enumerate(every)])}
         outside, *blocks = by_block(self.model.parameters(), self.model, self.repeated)
-        first = min((places[id(each)] for block in blocks for each in block), default=0)
-        after = [each for each in outside if places[id(each)] > first and not is_tied]
-        before = [each for each in outside if places[id(each)] < first or is_tied]
+        first = min((places[id(parameter)] for block in blocks for parameter in block), default=0)
+        after = [parameter for parameter in outside if places[id(parameter)] > first and not is_tied]
+        before = [parameter for parameter in outside if places[id(parameter)] < first or is_tied]
         return [
             fsdp2.Unit(
-                [names[id(each)] for each in unit if each.requires_grad],
-                sum(each.numel() for each in unit),
-                sum(fsdp2.share_of(each.shape, ranks) for each in unit if not each.requires_grad),
-                sum(fsdp2.share_of(each.shape, ranks) for each in unit if each.requires_grad),
+                [names[id(parameter)] for parameter in unit if parameter.requires_grad],
+                sum(parameter.numel() for parameter in unit),
+                sum(fsdp2.share_of(parameter.shape, ranks) for parameter in unit if not parameter.requires_grad),
+                sum(fsdp2.share_of(parameter.shape, ranks) for parameter in unit if parameter.requires_grad),
                 is_tied and unit is before,
             )
             for unit in (before, *blocks, after)
@@ -316,7 +318,7 @@ def fits_of(
         )
     first, others = rows[0], rows[len(given) :]
     others.sort(key=lambda row: (row.mode.pace, row.peak))
-    trained = sum(each.numel() for each in subject.trained.values())
+    trained = sum(parameter.numel() for parameter in subject.trained.values())
     ordered = [*rows[: len(given)], *others]
     return Answer(type(subject.model).__name__, subject.elements, trained, question, ordered, first, notes)
 
@@ -391,7 +393,7 @@ def _parameters(subject, mode, ranks, rank):
     if mode.shard_parameters == "frozen":
         return always, [0, *subject.frozen_of_blocks, 0]
     here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
-    elsewhere = [{each for each in unit if id(each) not in here} for unit in subject.trained_of_units]
+    elsewhere = [{parameter for parameter in unit if id(parameter) not in here} for unit in subject.trained_of_units]
     of_units = [sum(map(_bytes_of, unit)) for unit in elsewhere]
     away = [sum(both) for both in zip(of_units, (0, *subject.frozen_of_blocks, 0), strict=True)]
     # Tied weights are read before blocks and after them.
@@ -418,7 +420,7 @@ def _gathered(away, kept, blocks, is_backward):
         ahead = 1 if is_backward and place == last else MOST_GATHERED
         upcoming = set(range(place, place + direction * ahead, direction))
         upcoming.update(range(max(last - kept, 1), min(place, last)))
-        yield sum(away[each] for each in upcoming if (1 if is_backward else 0) <= each <= last)
+        yield sum(away[unit] for unit in upcoming if (1 if is_backward else 0) <= unit <= last)
 
 
 def _of_fork(subject, mode, activations, question, rank):
@@ -453,19 +455,21 @@ def _of_fork(subject, mode, activations, question, rank):
                 held = next(arrived)
     names = ("gradients", "activations", "what graphs work with", "gathered blocks")
     highest = {
-        phase: max(of_phase, key=lambda each: sum(each[1:]))
-        for phase, of_phase in itertools.groupby(found, lambda each: each[0])
+        phase: max(of_phase, key=lambda at_moment: sum(at_moment[1:]))
+        for phase, of_phase in itertools.groupby(found, lambda at_moment: at_moment[0])
     }
-    more = {phase: {**dict(zip(names, each[1:])), "batch": activations.inputs} for phase, each in highest.items()}
+    more = {
+        phase: {**dict(zip(names, at_moment[1:])), "batch": activations.inputs} for phase, at_moment in highest.items()
+    }
     more["step"] = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks, rank)}
     forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
-    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
     return Row(mode, line, at_rest, forward, backward, step, peak, phase, rank, parts)
 
 
 def _of_fsdp2(subject, mode, activations, question):
-    sizes = {name: each.numel() for name, each in subject.trained.items()}
+    sizes = {name: parameter.numel() for name, parameter in subject.trained.items()}
     size = subject.flat[0].element_size()
     several, reduces = question.accumulation > 1, mode.stage == 2
     found = fsdp2.peaks_of(
@@ -474,8 +478,8 @@ def _of_fsdp2(subject, mode, activations, question):
     # As benchmarks/systems.py sets it up for ZeRO-1, gradients are whole and not reduced until the last micro-batch.
     waiting = size * sum(sizes.values()) if several and not reduces else 0
     more = (0, waiting, waiting, 0)
-    at_rest, forward, backward, step = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
-    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
+    at_rest, forward, backward, step = (part + WORKSPACES + subject.buffers + held for part, held in zip(found, more))
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {"at rest": at_rest, "beside it": peak - at_rest}
     line = _line_of(subject, mode)
     return Row(mode, line, at_rest, forward, backward, step, peak, phase, question.gpus - 1, parts)

@@ -52,13 +52,13 @@ class TracedGraphs:
         self.product = _largest_product(forward.graph)
         apart = None
         if is_cut and self.product is not None:
-            values = {id(each.value): each.memory for each in self.saved}
+            values = {id(saved.value): saved.memory for saved in self.saved}
             apart = next((values[id(v)] for v in self.product.values if id(v) in values), None)
         self.backward: Life = []
         self.gradients: List[Optional[torch.Tensor]] = []
         if backward is not None:
             self.backward = life_of_backward(backward, self.saved, parameters, apart)
-            self.gradients = [each and each.meta["val"] for each in backward.graph.output_node().args[0]]
+            self.gradients = [result and result.meta["val"] for result in backward.graph.output_node().args[0]]
 
 
 def trace(
@@ -117,10 +117,10 @@ def _largest_product(graph: Graph) -> Optional[Product]:
             left, right = node.args[-2:]
             if (base := base_of(right)) in inputs:
                 (rows, inner), columns = left.meta["val"].shape, right.meta["val"].shape[1]
-                values = [each.meta.get("val") for each in graph.nodes if base_of(each) is node]
+                values = [other.meta.get("val") for other in graph.nodes if base_of(other) is node]
                 size = left.meta["val"].element_size()
                 found.append(Product(rows, inner, columns, size, inputs.index(base), values))
-    return max(found, key=lambda each: each.rows * each.columns, default=None)
+    return max(found, key=lambda product: product.rows * product.columns, default=None)
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:

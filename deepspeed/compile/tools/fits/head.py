@@ -64,7 +64,7 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         name = func.__name__
         made = list(result) if isinstance(result, (tuple, list)) else [result]
-        if not any(isinstance(each, torch.Tensor) for each in made) and name not in (
+        if not any(isinstance(value, torch.Tensor) for value in made) and name not in (
             "__setitem__",
             "_set_grad_enabled",
         ):
@@ -83,9 +83,9 @@ class _Recorder(TorchFunctionMode):
         if isinstance(result, torch.Tensor):
             self._note(node, result)
         else:
-            for index, each in enumerate(made):
-                if isinstance(each, torch.Tensor):
-                    self._note(self.graph.call_function(operator.getitem, (node, index)), each)
+            for index, value in enumerate(made):
+                if isinstance(value, torch.Tensor):
+                    self._note(self.graph.call_function(operator.getitem, (node, index)), value)
         return result
 
     def finish(self, results: Sequence[torch.Tensor]) -> GraphModule:
@@ -111,22 +111,22 @@ def form_of(
     """
     # Nodes of a graph refer to each other, and so keep the tensors that they stand for until Python collects garbage:
     # let these not be those whose memory is counted.
-    tensors = [torch.empty_like(each).requires_grad_(each.requires_grad) for each in tensors]
+    tensors = [torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
     recorder = _Recorder((*parameters, *tensors))
     with recorder:
         result = call(*parameters, *tensors)
         loss = loss_of(result)
-    returned = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
-    if not any(each is loss for each in returned):
+    returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    if not any(tensor is loss for tensor in returned):
         # The caller makes the loss of what the model returns.
         return Form()
     gm = recorder.finish(returned)
-    trained = ParameterNumbers(0, [each for each in parameters if each.requires_grad])
+    trained = ParameterNumbers(0, [parameter for parameter in parameters if parameter.requires_grad])
     if ChunkedLosses(chunked_loss).cut_out(gm, recorder.inputs, trained, lambda part: part) is not None:
         return Form(is_chunked=True, is_cut=True)
-    if split_loss(gm, [each in trained for each in recorder.inputs]) is not None:
+    if split_loss(gm, [value in trained for value in recorder.inputs]) is not None:
         return Form(is_cut=True)
-    return Form(unused=sum(bytes_of(each) for each in returned if each.requires_grad and each is not loss))
+    return Form(unused=sum(bytes_of(tensor) for tensor in returned if tensor.requires_grad and tensor is not loss))
 
 
 def with_form(graphs: TracedGraphs, form: Form) -> TracedGraphs:
@@ -139,7 +139,8 @@ def with_form(graphs: TracedGraphs, form: Form) -> TracedGraphs:
     else:
         # Autograd passes zeros for the gradients of what the caller does not use.
         graphs.backward = [
-            each._replace(most=each.most + form.unused, after=each.after + form.unused) for each in graphs.backward
+            moment._replace(most=moment.most + form.unused, after=moment.after + form.unused)
+            for moment in graphs.backward
         ]
         graphs.backward[-1] = graphs.backward[-1]._replace(after=graphs.backward[-1].after - form.unused)
     return graphs
@@ -150,11 +151,11 @@ def _in_chunks(graphs):
     product = graphs.product
     hidden, rows = product.rows * product.inner, chunks(product.rows, product.columns)[0]
     chunk = product.rows * (rows.stop - rows.start) * product.element_size
-    is_trained = any(each.gradient == product.parameter for each in graphs.backward)
+    is_trained = any(moment.gradient == product.parameter for moment in graphs.backward)
     weight = product.inner * product.columns * product.element_size if is_trained else 0
     # The sum over chunks is in fp32.
     most = chunk + _FP32 * hidden + weight
-    rest = [each._replace(most=min(each.most, most)) for each in graphs.backward if each.gradient is not None]
-    rest = [each for each in rest if each.gradient != product.parameter]
+    rest = [moment._replace(most=min(moment.most, most)) for moment in graphs.backward if moment.gradient is not None]
+    rest = [moment for moment in rest if moment.gradient != product.parameter]
     complete = Moment(most, _FP32 * hidden, product.parameter if is_trained else None)
-    return [complete, *rest, Moment(_FP32 * hidden, -sum(each.bytes for each in graphs.saved))]
+    return [complete, *rest, Moment(_FP32 * hidden, -sum(saved.bytes for saved in graphs.saved))]

@@ -185,7 +185,7 @@ def _with_memory_for_operators(graph):
     found = set()
     for node in graph.nodes:
         if node.op == "output":
-            found.update(base for each in node.all_input_nodes if (base := base_of(each)).op == "call_function")
+            found.update(base for source in node.all_input_nodes if (base := base_of(source)).op == "call_function")
         if node.op != "call_function" or _is_view(node):
             continue
         if node.target is operator.getitem or (_is_reduction(node) and not _has_items(node)):
@@ -193,7 +193,7 @@ def _with_memory_for_operators(graph):
         elif not _is_fused(node) and not _is_reduction(node):
             if not _has_items(node):
                 found.add(node)
-            found.update(base for each in node.all_input_nodes if (base := base_of(each)).op == "call_function")
+            found.update(base for source in node.all_input_nodes if (base := base_of(source)).op == "call_function")
     return found
 
 
@@ -241,7 +241,7 @@ def _keeps_places(node):
 
 
 def _last_reader(graph, node):
-    order = {each: index for index, each in enumerate(graph.nodes)}
+    order = {node: index for index, node in enumerate(graph.nodes)}
     open_, last, seen = [node], -1, set()
     while open_:
         for user in open_.pop().users:
@@ -281,7 +281,9 @@ def _life(graph: Graph, owned: Dict[Node, int], gradients: Iterable, kept: Set[N
         reused = None
         if _is_fused(node):
             in_place = _read_in_place(node, with_memory)
-            reused = next((each for each in dying if each in in_place - kept and size[each] == size[node]), None)
+            reused = next(
+                (buffer for buffer in dying if buffer in in_place - kept and size[buffer] == size[node]), None
+            )
         live += 0 if reused is not None else size[node]
         most = max(most, live)
         live -= sum(size[base] for base in dying if base is not reused)

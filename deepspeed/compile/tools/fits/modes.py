@@ -126,7 +126,7 @@ class Mode:
             "offload_optimizer": {"device": "cpu"} if self.offload else None,
         }
         sections = {"compile": options, "zero_optimization": zero}
-        given = {key: {name: v for name, v in each.items() if v is not None} for key, each in sections.items()}
+        given = {key: {name: v for name, v in section.items() if v is not None} for key, section in sections.items()}
         lines = [f'"{name}": {json.dumps(section)}' for name, section in given.items() if section]
         if self.system == "fsdp2":
             lines = [f"fully_shard(..., reshard_after_forward={self.reshard})"]

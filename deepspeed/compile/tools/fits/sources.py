@@ -82,7 +82,7 @@ def _of_transformers(source):
             f"transformers reads no configuration of {source} ({reason(error)}); name a config.json that it reads, a "
             "folder with one, or a model of the hub"
         ) from error
-    kind = next((each for each in kinds if each is not None), None)
+    kind = next((kind for kind in kinds if kind is not None), None)
 
     def make() -> Module:
         # As the fork trains: without a cache, and with torch's attention.
@@ -121,7 +121,7 @@ def tokens_for(model: Module, wanted: Optional[int]) -> int:
     # Some models say -1, which is no limit.
     positions = positions if positions > 0 else sys.maxsize
     # Some models put two rows before the positions. Rotary positions have no rows.
-    rows = {each.num_embeddings for each in model.modules() if isinstance(each, Embedding)}
+    rows = {module.num_embeddings for module in model.modules() if isinstance(module, Embedding)}
     if wanted is not None and wanted > positions and rows & {positions, positions + 2}:
         raise Unusable(f"{type(model).__name__} has {positions} positions; ask for a sequence of at most so many")
     return wanted or min(4096, positions)
@@ -172,10 +172,10 @@ def loss_of(result: Any) -> torch.Tensor:
     if loss is None:
         loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
     if not isinstance(loss, torch.Tensor):
-        tensors = [each for each in pytree.tree_leaves(loss) if isinstance(each, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(loss) if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise Unusable(f"the model returns no tensor, but {type(result).__name__}; return its loss")
-        loss = next((each for each in tensors if each.dim() == 0), tensors[0])
+        loss = next((tensor for tensor in tensors if tensor.dim() == 0), tensors[0])
     return loss if loss.dim() == 0 else loss.float().mean()
 
 
@@ -242,6 +242,6 @@ def adapt(model: Module, blocks: Iterable[Module], rank: int) -> Set[str]:
                 elif type(child).__name__ == "Conv1D":
                     # That of transformers: a linear layer whose weight is transposed.
                     setattr(module, name, Adapted(child, child.weight.shape[0], child.weight.shape[1], rank))
-                elif any(each.dim() > 1 for each in child.parameters(recurse=False)):
+                elif any(parameter.dim() > 1 for parameter in child.parameters(recurse=False)):
                     without.add(type(child).__name__)
     return without
