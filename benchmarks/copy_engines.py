@@ -294,7 +294,7 @@ def waiting(way: SymmetricUnit, found: dict) -> None:
     """What it costs to wait for a peer: one wait for each millisecond of products."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     product = product_of(*PRODUCTS_OF[-1])
-    each = alone(product)
+    alone_ms = alone(product)
 
     def between():
         torch.cuda._sleep(1_500_000)
@@ -324,13 +324,13 @@ def waiting(way: SymmetricUnit, found: dict) -> None:
                 wait()
                 between()
 
-            took, moved = beside(spaced, product, each, MILLISECONDS)
+            took, moved = beside(spaced, product, alone_ms, MILLISECONDS)
         except Exception as error:
             say(f"{name:46}{type(error).__name__}: {str(error).splitlines()[0]}")
             continue
         moved -= between_ms
         found[name] = {"alone_us": 1e3 * by_itself, "beside_us": 1e3 * moved, "product_ms": took}
-        say(f"{name:46}{1e3 * by_itself:10.1f}{1e3 * moved:21.1f}{took:13.3f}{each:8.3f}")
+        say(f"{name:46}{1e3 * by_itself:10.1f}{1e3 * moved:21.1f}{took:13.3f}{alone_ms:8.3f}")
 
 
 def without_a_peer(way: SymmetricUnit, found: dict) -> None:

@@ -57,7 +57,7 @@ FOLLOWED = {
     "use a release of torch that ds_report names as tested": (
         "features/activation_budget/test_activation_budget.py::test_another_partitioner_of_torch"
     ),
-    "has no effect, so give it to engine.compile()": (
+    "has no effect, so give them to engine.compile()": (
         "features/blocks/test_blocks_training.py::test_arguments_with_which_blocks_were_compiled"
     ),
     "if one was changed, change a copy of it, or set the option to null": (

@@ -307,7 +307,7 @@ def train_with_arguments_of_compile(given_to):
         pair = Beside(module, Case(config=REGIONAL, compile_kwargs=arguments if given_to == "engine" else None))
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    return any("so give it to engine.compile()" in text for text in texts), len(asked), pair.end()
+    return any("so give them to engine.compile()" in text for text in texts), len(asked), pair.end()
 
 
 def test_arguments_with_which_blocks_were_compiled(ranks):

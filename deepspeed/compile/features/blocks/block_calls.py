@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine's module, its blocks and the modules that call blocks are called while the engine compiles them.
+"""Calls of an engine's module, of its blocks and of the modules that call blocks, while the engine compiles them.
 
-``nn.Module`` calls ``_compiled_call_impl`` of an instance, where there is one, in place of hooks and forward, and
-leaves it out of copies and pickles. Class, forward and hooks of the instance stay as they are.
+If an instance has a ``_compiled_call_impl``, ``nn.Module`` calls it in place of hooks and forward, and leaves it out
+of copies and pickles. Class, forward and hooks of the instance stay as they are.
 """
 
 import functools
@@ -20,16 +20,16 @@ from ...zero_1_and_2.messages import warn
 if TYPE_CHECKING:
     from .compilation_limit import CompilationLimit
 
-# Makes the call that is put around another one. It takes the module, the blocks that the module calls, or None if the
-# module is a block, and the call within. A call takes the module and the inputs.
+# Wraps a call. Takes the module, the blocks that the module calls (None if the module is a block) and the inner call,
+# and returns the outer call. A call takes the module and the inputs.
 Around = Callable[[Module, Optional[List[Module]], Callable], Callable]
 
-# The attribute of a layer of transformers with which the layer checkpoints its forward in training, if it is to.
+# The function with which a layer of transformers checkpoints its forward in training, an attribute of the layer.
 CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def forward_of(kind: Type[Module]) -> Any:
-    """Returns what a class of modules has for ``forward``, without running it if it is a descriptor."""
+    """Returns the ``forward`` of a class of modules, without running it if it is a descriptor."""
     for base in kind.__mro__:
         if "forward" in base.__dict__:
             return base.__dict__["forward"]
@@ -37,7 +37,7 @@ def forward_of(kind: Type[Module]) -> Any:
 
 
 class Call:
-    """What a module has for its ``_compiled_call_impl`` between :meth:`put_in` and :meth:`take_out`.
+    """The ``_compiled_call_impl`` of a module between :meth:`put_in` and :meth:`take_out`.
 
     A copied or pickled call becomes None, so the copy runs its own forward. A call is copied if the module's class has
     a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
@@ -47,9 +47,9 @@ class Call:
     """
 
     def __init__(self, module: Module):
-        # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
+        # A strong reference would keep an unused model alive until Python looks for cycles.
         self._module = weakref.ref(module)
-        # What the module had before: None, what its own compile() has made, or the call of an earlier engine.
+        # The module's former attribute: None, the result of its own compile(), or the call of an earlier engine.
         self._before: Optional[Callable] = None
         self._hook: Optional[RemovableHandle] = None
 
@@ -58,7 +58,7 @@ class Call:
 
     def put_in(self) -> None:
         """Makes the module's calls run this call."""
-        # Past the module's own __setattr__.
+        # Do not call the module's own __setattr__.
         own = vars(self._module())
         self._before = own.get("_compiled_call_impl")
         own["_compiled_call_impl"] = self
@@ -73,7 +73,7 @@ class Call:
             self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
 
     def take_out(self) -> None:
-        """Gives the module back what it had before, unless the caller has compiled the module otherwise since."""
+        """Restores the module's former attribute, unless the caller has compiled the module since."""
         if self._hook is not None:
             self._hook.remove()
         module = self._module()
@@ -85,7 +85,7 @@ class Call:
             del own["_compiled_call_impl"]
             if self._before is not None:
                 own["_compiled_call_impl"] = self._before
-        # A later engine has compiled the module since: when that engine ends, it must not give this call back.
+        # A later engine has compiled the module since: when that engine ends, it must not restore this call.
         while isinstance(now, Call):
             if now._before is self:
                 now._before = self._before
@@ -106,8 +106,8 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
     if compiled:
         names = sorted({type(submodule).__name__ for submodule in compiled})
         warn(
-            f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
-            "compile() was given has no effect, so give it to engine.compile()"
+            f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; the arguments "
+            "of their compile() have no effect, so give them to engine.compile()"
         )
     for submodule in compiled:
         submodule._compiled_call_impl = None
@@ -118,7 +118,7 @@ class ModuleCall(Call):
 
     Args:
         module: the module.
-        compiled: what is compiled for it. It takes the inputs.
+        compiled: the compiled function, which takes the inputs.
         limit: the ``CompilationLimit`` of the engine.
     """
 
@@ -132,7 +132,7 @@ class ModuleCall(Call):
         return self._run(self._module(), *args, **kwargs)
 
     def wrap(self, around: Callable[[Callable], Callable]) -> None:
-        """Puts a call around this one. ``around`` makes it of the call within."""
+        """Puts another call around this one. ``around`` takes the inner call and returns the outer one."""
         self._run = around(self._run)
 
 
@@ -143,8 +143,8 @@ def _call_compiled(limit, compiled, module, /, *args, **kwargs):
 class BlockParentCall(Call):
     """Calls a module that calls blocks. The module runs uncompiled.
 
-    If the compiler traced the module, it would trace into each block again and again. Also, some models ask whether
-    they are traced, and attention then gets a mask in memory instead of the word "causal".
+    If the compiler traced the module, it would trace into each block again. Also, some models ask whether they are
+    traced, and then give attention a mask in memory instead of a causal flag.
 
     Args:
         module: the module.
@@ -164,7 +164,7 @@ class BlockParentCall(Call):
         return self._run(self._module(), *args, **kwargs)
 
     def wrap(self, around: Around, blocks: List[Module]) -> None:
-        """Puts a call around this one. ``blocks``: those that the module calls."""
+        """Puts another call around this one. ``blocks``: the blocks that the module calls."""
         self._run = around(self._module(), blocks, self._run)
 
 
@@ -173,12 +173,12 @@ def _call_parent(limit, parent, /, *args, **kwargs):
 
 
 class BlockCall(Call):
-    """Calls a block: its forward compiled, its hooks not.
+    """Calls a block: its forward compiled, its hooks uncompiled.
 
     Args:
         block: the block.
-        compiled: returns the compiled forward of a class of blocks, or, given a function too, that function compiled.
-            What is returned takes the block and the inputs.
+        compiled: takes a class of blocks and returns the class's compiled forward. Given a function too, returns that
+            function compiled. The result takes the block and the inputs.
         limit: the ``CompilationLimit`` of the engine.
     """
 
@@ -193,14 +193,14 @@ class BlockCall(Call):
         return self._run(self._module(), *args, **kwargs)
 
     def wrap(self, around: Around, always: bool = False) -> None:
-        """Puts a call around this one.
+        """Puts another call around this one.
 
         Args:
-            around: makes it.
-            always: whether also where checkpointing computes the block again, and where the caller compiles the code
-                around the block.
+            around: takes the module, None and the inner call, and returns the outer one.
+            always: whether the outer call also runs where checkpointing computes the block again, and where the caller
+                compiles the code around the block.
         """
-        # Before hooks, which may read parameters too.
+        # Outside of the hooks, which may read parameters too.
         self._run = around(self._module(), None, self._run)
         if always:
             self._inner.always.append(around)
@@ -216,7 +216,7 @@ class _BlockForward:
 
     Attributes:
         own_hooks: how many pre-hooks a block has for DeepCompile.
-        always: what makes the calls around each computation of the block, the innermost first.
+        always: the wrappers of each computation of the block, the innermost first.
     """
 
     def __init__(self, compiled: Callable[..., Callable], limit: "CompilationLimit"):
@@ -227,7 +227,7 @@ class _BlockForward:
 
     def call(self, block: Module, /, *args: Any, **kwargs: Any) -> Any:
         own = vars(block)
-        # The caller may have given this block a forward of its own since.
+        # The caller may have replaced this block's forward since.
         if self._limit.runs_eager() or "forward" in own:
             return block._call_impl(*args, **kwargs)
         if not _has_hooks(own, but=self.own_hooks):
@@ -239,8 +239,8 @@ class _BlockForward:
             if own.get("forward") is forward:
                 del own["forward"]
 
-        # `_call_impl` begins by reading `forward` and then lists the hooks. The first hook takes both out, so the
-        # block's other hooks, which run now, and its forward find the block as it was.
+        # `_call_impl` first reads `forward`, and then lists the hooks. This first hook removes itself and the compiled
+        # forward, so the block's own hooks and forward find the block unchanged.
         own["forward"] = forward = functools.partial(self._run, block)
         first = block.register_forward_pre_hook(clean, prepend=True)
         try:
@@ -299,7 +299,7 @@ def checkpoints_what_it_decorates(forward: Any) -> bool:
 
 
 def run_forward(block: Module, /, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled for a block. It calls the forward of the block's class, whatever kind of callable that is."""
+    """Calls the forward of the block's class, whatever kind of callable that is. This function is compiled."""
     return block.forward(*args, **kwargs)
 
 

@@ -26,12 +26,11 @@ def choose_blocks(
 
     Args:
         module: the model.
-        wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat, if all of this is
-            true: their parameters are alike, torch can compile the blocks, a module inside the model calls the blocks,
-            and the blocks hold most of that module's parameters. The code around that module, usually head and loss,
-            is compiled too.
+        wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat, if their parameters
+            are alike, torch can compile the blocks, a module inside the model calls the blocks, and the blocks hold
+            most of that module's parameters. The code around that module, usually head and loss, is compiled too.
         compile_kwargs: further arguments of ``torch.compile``.
-        needed: whether another option works on blocks. None then chooses whatever blocks repeat, as True does.
+        needed: whether another option works on blocks. None then chooses all blocks that repeat, as True does.
 
     Returns:
         The blocks, and if there are no blocks the reason why the model is compiled as a whole.
@@ -60,7 +59,7 @@ def _reason_for_whole(module, blocks, needed):
     if needed:
         return None
     if all(is_compiled(block) for block in blocks):
-        # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
+        # The caller has compiled exactly these blocks, as Accelerate's regional compilation does.
         return None
     parents = parents_of(module, blocks)
     if any(parent is module for parent in parents):
@@ -77,7 +76,7 @@ def _reason_for_whole(module, blocks, needed):
     around = {
         parameter: parameter.numel()
         for submodule in {part for parent in parents for part in parent.modules()}
-        # Do not count embeddings: they only look rows up, so compiling them gains nothing.
+        # Do not count embeddings: compiling a lookup of rows gains nothing.
         if not isinstance(submodule, Embedding)
         for parameter in submodule.parameters(recurse=False)
         if parameter not in inside
@@ -151,7 +150,7 @@ def _repeated(module):
 
 
 def _inside(module):
-    """Returns what torch.compile(module) wraps."""
+    """Returns the module that ``torch.compile(module)`` has wrapped."""
     while isinstance(module, OptimizedModule):
         module = module._orig_mod
     return module
@@ -184,7 +183,7 @@ def _reason_against(module):
 
 
 def _is_called_by_torch(kind):
-    """Whether ``nn.Module.__call__()`` runs when a module of this class is called, as far as the class tells."""
+    """Whether a call of a module of this class runs ``nn.Module.__call__()``, by what the class shows."""
     call = inspect.unwrap(kind.__call__)
     # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code.
     names = getattr(getattr(call, "__code__", None), "co_names", ())

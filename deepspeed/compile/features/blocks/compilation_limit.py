@@ -30,17 +30,17 @@ from .guards import set_back
 
 # More than any program compiles.
 _UNLIMITED = 10**6
-# After more compilations of one frame than this, DeepCompile warns, and says why Dynamo compiles the frame again.
+# After more compilations of one frame, DeepCompile warns, and says why Dynamo compiles the frame again.
 _MANY = 4
-# What a guard of a cache of transformers has. A model of the caller may have past_key_values of another kind.
+# Matches a guard on a cache of transformers. A model of the caller may have past_key_values of another kind.
 _CACHE = re.compile(r"transformers/cache_utils\.py|past_key_values\b.*\.layers\[")
 
 
 def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call with these arguments is one of generation: it has no gradients, and carries a cache.
+    """Whether a call with these arguments generates: gradients are off, and an argument is a cache.
 
-    The cache grows with every token, and code would be compiled for every length. Reinforcement learning generates in
-    training mode, so the mode does not tell.
+    The cache grows with every token, and code would be compiled for every length. The mode does not decide, because
+    reinforcement learning generates in training mode.
     """
     if torch.is_grad_enabled():
         return False
@@ -49,7 +49,7 @@ def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Thread(threading.local):
-    """What a thread does: whether the call of the engine's module around it trains, or None if it is in no call."""
+    """The state of a thread: whether the engine's running call trains, or None if none is running."""
 
     trains: Optional[bool] = None
 
@@ -59,7 +59,7 @@ class CompilationLimit:
 
     Args:
         module: the engine's module.
-        limit: how often one frame may be compiled with gradients, and as often again without them.
+        limit: the most compilations of one frame with gradients, and as many again without them.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
 
     Attributes:
@@ -80,7 +80,7 @@ class CompilationLimit:
         self._compilations = collections.defaultdict(collections.Counter)
         self._thread = _Thread()
         self._has_warned = self._has_warned_of_hooks = False
-        # What frames belong to -> where Dynamo has ended the graph of such a frame last.
+        # Owner of frames (a class of blocks, or "the model") -> where Dynamo last ended the graph of such a frame.
         self._graph_breaks: Dict[str, str] = {}
         # Says which frame has reached the limit, and why Dynamo has compiled it again.
         self._reached = ""
@@ -91,8 +91,8 @@ class CompilationLimit:
 
         Gradient mode alone does not decide: checkpointing runs a forward without gradients, and runs the forward again
         with gradients in the backward. Both runs must use the same code, or they would draw different random numbers.
-        So a call without gradients does within another call as that one does. Elsewhere the mode of the engine's
-        module decides, because trainers may leave a part of the module in evaluation mode while the engine trains.
+        So a call without gradients follows the call around it. Without such a call, the mode of the engine's module
+        decides, because trainers may leave a part of the module in evaluation mode while the engine trains.
         """
         if torch.is_grad_enabled():
             return True
@@ -108,7 +108,7 @@ class CompilationLimit:
     def runs_eager(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
 
-        No guard of Dynamo's sees that such hooks, as of ``register_module_forward_hook()``, come and go.
+        No guard of Dynamo checks such hooks, for example those of ``register_module_forward_hook()``.
         """
         if self.has_stopped:
             return True
@@ -127,8 +127,8 @@ class CompilationLimit:
     ) -> Any:
         """Calls the forward of a block: ``compiled`` in training, and otherwise ``uncompiled``.
 
-        A block that gets a cache from the module around it need not generate: that module may have made the cache in
-        the first run of a reentrant checkpoint. Generation gives the cache to that module.
+        A block may get a cache in training: the module around it may make one in the first run of a reentrant
+        checkpoint. In generation the caller gives the cache to that module.
         """
         around = self._thread.trains
         trains = self.trains(args, kwargs) if around is None else around or torch.is_grad_enabled()
@@ -139,7 +139,7 @@ class CompilationLimit:
     def call_module(
         self, module: torch.nn.Module, compiled: Optional[Callable], args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
-        """Calls the engine's module or a module that calls blocks: ``compiled`` in training, if there is something."""
+        """Calls the engine's module or a module that calls blocks: ``compiled`` in training, unless it is None."""
         before, trains = self._thread.trains, self.trains(args, kwargs)
         self._thread.trains = trains
         try:
@@ -167,7 +167,7 @@ class CompilationLimit:
         Args:
             frame: Dynamo's number of the frame.
             compilations: how often this process has compiled the frame for any engine, this time included.
-            what: what the frame belongs to: the class of a block, or "the model".
+            what: the owner of the frame: the class of a block, or "the model".
             graph_break: where Dynamo has ended the frame's graph, and why; "" if the graph goes to the frame's end.
 
         Raises:
@@ -204,9 +204,9 @@ class CompilationLimit:
         return why
 
     def stop_if_exceeded(self) -> None:
-        """Called when the engine has stepped: stops using compiled code if the limit was reached since the last step.
+        """Called after a step of the engine: stops using compiled code if the limit was reached since the last step.
 
-        Not earlier, because checkpointing must run a block a second time with the code that ran first.
+        Stopping earlier would be wrong, because checkpointing must rerun a block with the code that ran first.
         """
         if self.has_stopped or not self._reached:
             return

@@ -28,19 +28,19 @@ def compile_blocks(
 ) -> None:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
-    Each changed module gets a :class:`Call`, and nothing else of it changes but for one hook of modules that call
-    blocks. Hooks and checkpointing stay outside the graphs.
+    Each changed module gets a :class:`Call`, and a module that calls blocks also gets a hook. Hooks and checkpointing
+    stay outside the graphs.
 
     Args:
         module: the model.
-        blocks: what :func:`choose_blocks` returned.
+        blocks: the blocks from :func:`choose_blocks`.
         backend: the :class:`Backend` of the engine.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
-        undo: gets the function that takes out each :class:`Call`.
+        undo: gets the functions that remove each :class:`Call`.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
-    # Change modules only after all options were read: a model is changed as a whole or not at all.
+    # Read all options before changing modules: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
     calls: List[Call] = [BlockParentCall(parent, limit) for parent in parents_of(module, blocks)]
@@ -54,7 +54,7 @@ def wrap_calls(module: Module, blocks: List[Module], around: Around, always: boo
     """Puts a call around each call of blocks, and of the modules that call them.
 
     Args:
-        module, blocks: those of :func:`compile_blocks`.
+        module, blocks: as in :func:`compile_blocks`.
         around, always: as in ``BlockCall.wrap()``.
     """
     for parent, called in called_by(module, blocks):
@@ -64,7 +64,7 @@ def wrap_calls(module: Module, blocks: List[Module], around: Around, always: boo
 
 
 def wrap_module(module: Module, around: Callable[[Callable], Callable]) -> None:
-    """Puts a call around each call of a module that is compiled as a whole, as of the code around blocks."""
+    """Puts a call around each call of a module that is compiled as a whole."""
     call = vars(module)["_compiled_call_impl"]
     if isinstance(call, ModuleCall):
         call.wrap(around)
@@ -106,13 +106,13 @@ class _CompiledForwards:
         self._compile_kwargs = dict(compile_kwargs)
         # `limit` counts compilations in place of torch.compile.
         self._compile_kwargs.pop("recompile_limit", None)
-        # (class, id of a forward) -> the compiled function, and the forward, so that no other gets its id.
+        # (class, id of a forward) -> the compiled function, and the forward, which keeps its id from being reused.
         self._made: Dict[Tuple[Type[Module], int], Tuple[Callable, Any]] = {}
 
     def of(self, kind: Type[Module], function: Optional[Callable] = None) -> Callable:
         """Returns the compiled forward of a class of blocks, or ``function`` compiled for this class.
 
-        A call of what is returned takes the block and the inputs.
+        The result takes the block and the inputs.
         """
         compiled = forward_of(kind) if function is None else function
         made = self._made.get((kind, id(compiled)))

@@ -27,7 +27,7 @@ _chosen: "weakref.WeakKeyDictionary[Request, Tuple[List[Module], str]]" = weakre
 
 
 def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
-    """Returns what :func:`choose_blocks` returns for what the user asks for. The blocks are chosen once.
+    """Returns the result of :func:`choose_blocks` for the user's request. The blocks are chosen once.
 
     Raises:
         ValueError: as :func:`choose_blocks` does.
@@ -40,7 +40,7 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
 
 
 def _needs_of_blocks(request):
-    """Yields what needs blocks, of the parts for which the user asks."""
+    """Yields ``Feature.needs_blocks()`` of the parts that work on blocks and that the user asks for."""
     return (need for cls in classes() if (need := cls.needs_blocks(request)))
 
 
@@ -90,7 +90,7 @@ class Blocks(Feature):
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {why_whole}")
         compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": context.backend})
-        # warnings() has told of hooks that are there now.
+        # warnings() has already warned of the current hooks.
         self._told_of_hooks = any(_hooks_that_end_graphs(module, blocks))
         self._compilations = 0
 
@@ -103,12 +103,12 @@ class Blocks(Feature):
         return self._limit.in_training()
 
     def wrap_calls(self, around: Around, always: bool = False) -> None:
-        """Puts a call around each call of a block, and of a module that calls blocks, with what was put there before.
+        """Puts a call around each call of a block, and of a module that calls blocks. Earlier wrappers stay inside.
 
         Args:
-            around: makes the call.
-            always: whether the call is also around blocks that checkpointing computes again, and that code calls which
-                the caller compiles.
+            around: makes the outer call of the inner one.
+            always: whether the call also surrounds blocks that checkpointing computes again, and blocks that the
+                caller's own compiled code calls.
         """
         compile_blocks.wrap_calls(self._module(), self.blocks, around, always)
 
@@ -118,8 +118,8 @@ class Blocks(Feature):
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         guard_all()
-        # A frame without registered parameters, such as a function that logs metrics by name, does not change what is
-        # reduced, so Dynamo's own limit applies to it.
+        # A frame without registered parameters, such as a function that logs metrics by name, reduces nothing, so
+        # Dynamo's own limit applies to it.
         if frame.parameters:
             compile_id = torch._guards.CompileContext.current_compile_id()
             compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"

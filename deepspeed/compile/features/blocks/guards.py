@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes compiled code notice what changes in modules and parameters after the code was compiled.
+"""Makes compiled code notice changes of modules and parameters after the compilation.
 
 Two of Dynamo's options leave out guards, which cost the host time in each call. This file turns both off for the
 engine's compilations only.

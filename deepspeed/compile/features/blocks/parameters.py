@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters, and which modules, the blocks of a model hold."""
+"""Finds the parameters and the modules that the blocks of a model hold."""
 
 from collections import defaultdict
 from typing import Dict, Iterable, List, Set
@@ -9,7 +9,7 @@ from torch.nn import Module, Parameter
 
 
 def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
-    """Lists the modules that are registered outside of blocks, also those that a block has too."""
+    """Lists the modules that are registered outside of blocks, even if a block has them too."""
     ids, found = {id(block) for block in blocks}, {}
 
     def walk(holder):
@@ -23,9 +23,9 @@ def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
 
 
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
-    """Lists those of ``parameters`` that no block holds, or several do, then those that each block holds alone.
+    """Splits ``parameters`` into those that no block or several blocks hold, and then those of each block alone.
 
-    ``parameters`` may hold others than those of the module, as an optimizer may.
+    ``parameters`` may include parameters that the module lacks, as an optimizer may.
     """
     outside = {
         id(parameter)

@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch.fx import GraphModule
 
-# How Dynamo names the calls that block_calls.py gives modules.
+# Matches Dynamo's names of the calls that block_calls.py gives to modules.
 _OWN_CALL = re.compile(r"<function (Module|BlockParent|Block)Call\.")
 _TORCH = str(Path(torch.__file__).parent)
 
 
 def failed_guard() -> str:
-    """Returns the guard because of which Dynamo compiles a frame again, and "" if none is known.
+    """Returns the guard whose failure makes Dynamo compile a frame again, or "" if none is known.
 
     For example ``self.count == 3  # x = x * self.count  # model.py:12 in forward``.
     """
@@ -35,12 +35,12 @@ def graph_break(gm: GraphModule) -> str:
 
 
 def _what_dynamo_lacks():
-    """Within it, what is read of Dynamo is left unknown if this torch keeps it elsewhere: it shapes warnings only."""
+    """Context that ignores attributes of Dynamo that this torch lacks: they shape warnings only."""
     return contextlib.suppress(AttributeError)
 
 
 def _described(reason):
-    # Dynamo is meant to end a graph at a module that DeepCompile calls in a way of its own.
+    # Dynamo must end a graph at a module with a Call.
     if not reason.graph_break or _OWN_CALL.search(reason.reason):
         return ""
     stack = [frame for frame in reason.user_stack if not frame.filename.startswith(_TORCH)] or reason.user_stack

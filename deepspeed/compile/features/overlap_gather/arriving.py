@@ -1,12 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters whose new values are on their way: whoever reads or writes one waits, without knowing of it.
+"""Parameters that are still being gathered: code that reads or writes one waits for it.
 
-Such a parameter has another class, :class:`Arriving` before its own, whose ``__torch_function__`` sees every call from
-Python. It stays the same object, which modules, optimizers and callers hold.
+Such a parameter gets a subclass of its own class, with :class:`Arriving` first, whose ``__torch_function__`` sees
+every call from Python. The parameter stays the same object, which modules, optimizers and callers hold.
 
-Nothing sees other tensors that share a parameter's memory and were made before, nor functions in C++ that take the
-parameter itself without asking for ``__torch_function__``.
+Two kinds of code read without waiting: code that uses an older tensor with the same memory, and C++ functions that do
+not check the parameter for ``__torch_function__``.
 """
 
 import functools
@@ -24,7 +24,7 @@ else:
 
 
 class Receiver(Protocol):
-    """What waits for parameters."""
+    """Waits for parameters."""
 
     def receive(self, unit: int) -> None:
         """Waits for the parameters of a unit. They keep their class."""
@@ -34,17 +34,17 @@ class Receiver(Protocol):
 
 
 class Arrival(NamedTuple):
-    """Who waits for a parameter, and in which unit it comes."""
+    """The object that waits for a parameter, and the parameter's unit."""
 
     gather: Receiver
     unit: int
 
 
 class _Arrived:
-    """An attribute of a parameter on its way: the parameter itself, once it has arrived.
+    """An attribute of a parameter that is being gathered: the parameter itself, once it has arrived.
 
-    Code that a caller compiles for such parameters asks for this attribute in its guards, thus each time before the
-    code runs. Guards read the parameter's class too, so the parameter keeps it.
+    The caller's own compiled code reads this attribute in its guards, so each call waits first. Guards read the
+    parameter's class too, so the parameter keeps it.
     """
 
     def __get__(self, parameter: Any, kind: Any = None) -> Any:
@@ -56,19 +56,19 @@ class _Arrived:
 
 
 class Arriving(_NextClass):
-    """Comes before the class of a parameter that is on its way."""
+    """The mixin of a parameter that is being gathered."""
 
     arrived_class: Type[torch.Tensor]
-    # A parameter has its own. A tensor has none that somebody made of this class past ``__new__()``.
+    # None for a tensor of this class that was made without ``__new__()``. A parameter has its own.
     _arrival: Optional[Arrival] = None
     _awaited = _Arrived()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a tensor of the class behind this one: whoever copies a parameter calls the class that it has."""
+        """Makes a tensor of the parameter's own class: code that copies a parameter calls the parameter's class."""
         return cls.arrived_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle has all attributes, so first take out the one that says who waits.
+        # A pickle contains all attributes, so wait first, which removes `_arrival`.
         kind: Any = type(self).arrived_class
         _wait_for(self)
         return kind.__reduce_ex__(self, protocol)
@@ -77,7 +77,7 @@ class Arriving(_NextClass):
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
-            # Dynamo traces this, and cannot look every function up in a set.
+            # Dynamo traces this branch, and cannot look every function up in a set.
             args, kwargs = tree_map(_arrived, (args, kwargs))
         elif function not in WITHOUT_VALUES and not _wait_for((args, kwargs)):
             return function(*args, **kwargs)
@@ -86,8 +86,8 @@ class Arriving(_NextClass):
 
 
 def is_traced() -> bool:
-    """Whether Dynamo traces the code that runs. ``torch.compiler.is_compiling()`` says no where code runs for Dynamo,
-    such as a function of a tensor that it looks at."""
+    """Whether Dynamo traces the running code. ``torch.compiler.is_compiling()`` is false in code that Dynamo runs
+    itself, such as a function of a tensor that it inspects."""
     return torch._guards.TracingContext.try_get() is not None
 
 
@@ -96,13 +96,13 @@ def _arrived(value):
 
 
 def _wait_for(arguments: Any) -> bool:
-    """Waits for the parameters among arguments. Returns whether a tensor keeps its class.
+    """Waits for the parameters among arguments. Returns whether a tensor is still :class:`Arriving`.
 
-    Nobody sends such a tensor, or Dynamo looks at it while it traces: guards shall read the class that it has had.
+    Such a tensor was never sent, or Dynamo inspects it while it traces: guards must read the class from before.
     """
     keeps = is_traced()
     for parameter in _arriving_among(arguments):
-        # Another thread may have waited for it by now.
+        # Another thread may have waited for the parameter by now.
         arrival = getattr(parameter, "_arrival", None)
         if arrival is not None:
             (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
@@ -110,7 +110,7 @@ def _wait_for(arguments: Any) -> bool:
 
 
 def _arriving_among(value: Any) -> Iterator["Arriving"]:
-    # Not with torch's trees, whose leaves are subclasses of lists too.
+    # Do not use torch's trees, which take subclasses of lists for leaves.
     if isinstance(value, Arriving):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -122,15 +122,15 @@ def _arriving_among(value: Any) -> Iterator["Arriving"]:
 
 @functools.cache
 def _on_its_way(kind):
-    """Returns the class of parameters on their way whose own class is ``kind``."""
+    """Returns the class of parameters that are being gathered and whose own class is ``kind``."""
     return type(kind)(f"{kind.__name__}Arriving", (Arriving, kind), {"arrived_class": kind})
 
 
 def can_be_marked(parameter: torch.Tensor) -> bool:
     """Whether :func:`mark` makes reads of a parameter wait.
 
-    It does not for tensor subclasses that say themselves what functions do with them: such may have their values in
-    other tensors.
+    Not for tensor subclasses with a ``__torch_function__`` or ``__torch_dispatch__`` of their own, whose values may
+    lie in other tensors.
     """
     kind = type(parameter)
     if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
@@ -141,15 +141,15 @@ def can_be_marked(parameter: torch.Tensor) -> bool:
         parameter.__class__ = _on_its_way(kind)  # type: ignore[arg-type]
         parameter.__class__ = kind
     except TypeError:
-        # Such as a class that refuses subclasses.
+        # For example, a class that refuses subclasses.
         return False
     return True
 
 
 def mark(parameters: Iterable[torch.Tensor], arrival: Arrival) -> None:
-    """Makes everybody who reads or writes one of these parameters wait. The parameters :func:`can_be_marked`."""
+    """Makes code that reads or writes one of these parameters wait. :func:`can_be_marked` must hold for each."""
     for parameter in parameters:
-        # Other threads see the class, and then ask for this.
+        # Set this before the class: another thread that sees the class reads it.
         parameter._arrival = arrival  # type: ignore[attr-defined]
         parameter.__class__ = _on_its_way(type(parameter))  # type: ignore[arg-type]
 

@@ -23,10 +23,10 @@ OUTSIDE = 0
 
 
 class OverlapGather(Feature):
-    """Sends the unit ``OUTSIDE`` and then the unit of each block, and has compiled code wait for its parameters.
+    """Sends the unit ``OUTSIDE`` and then the unit of each block, and makes compiled code wait for its parameters.
 
     A block waits for its own unit, and the code around blocks for the unit ``OUTSIDE``. The guards of compiled code
-    read the class of parameters, so these must have arrived before. Any other code waits when it reads a parameter.
+    read the class of parameters, so parameters must arrive before. Any other code waits when it reads a parameter.
     """
 
     @classmethod
@@ -38,7 +38,7 @@ class OverlapGather(Feature):
     def is_wanted(cls, request: Request) -> bool:
         if request.options.overlap_param_gather is not None:
             return request.options.overlap_param_gather
-        # That option gathers parameters itself.
+        # Sharded parameters are gathered by their own part.
         if getattr(request.options, "shard_parameters", None) == "all":
             return False
         return bool(chosen_blocks(request)[0])
@@ -51,14 +51,14 @@ class OverlapGather(Feature):
         self._units_of_block: Dict[int, List[int]] = {
             id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks.blocks
         }
-        # The units of which the code around blocks reads parameters.
+        # The units whose parameters the code around blocks reads.
         self._around_blocks = {OUTSIDE}
         blocks.wrap_calls(self._around_call)
         blocks.wrap_module(self._around_module)
 
     def _around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
         if blocks is not None:
-            # It runs uncompiled.
+            # The module runs uncompiled, so its reads wait by themselves.
             return call
         gather, units = self.gather, self._units_of_block[id(module)]
 
@@ -79,7 +79,8 @@ class OverlapGather(Feature):
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         if frame.layer is None:
-            # Such code may read a block's parameter too. Wait for it before, so that guards find it in its own class.
+            # Code around blocks may read a block's parameter too. Wait for its unit first, so that guards find the
+            # parameter in its own class.
             self._around_blocks.update(
                 self.gather.units_of(value for value in frame.inputs if isinstance(value, Parameter))
             )
@@ -93,7 +94,7 @@ class OverlapGather(Feature):
 
 
 def _held_by_scripts(module: Module):
-    """Returns the ids of the parameters that a ScriptModule has, whose code runs in C++."""
+    """Returns the ids of the parameters of ScriptModules, whose code runs in C++."""
     scripts = (submodule for submodule in module.modules() if isinstance(submodule, torch.jit.ScriptModule))
     return {id(parameter) for script in scripts for parameter in script.parameters()}
 

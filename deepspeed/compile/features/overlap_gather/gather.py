@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributes the new values of parameters after a ZeRO-1/2 step while the next forward runs.
 
-Whoever reads or writes a parameter that is on its way waits (``arriving.py``). Compiled code must find parameters that
-have arrived, so ``feature.py`` waits before it runs.
+Code that reads or writes a parameter that is being gathered waits (``arriving.py``). The guards of compiled code need
+parameters that have arrived, so ``feature.py`` waits before compiled code runs.
 """
 
 import contextlib
@@ -29,17 +29,16 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# How many owners a unit may have on average. NCCL runs as many broadcasts as it has channels side by side, usually 16,
-# and a few units have far more owners than the average.
+# The most owners of a unit on average. NCCL runs as many broadcasts at once as it has channels, usually 16, and a few
+# units have far more owners than the average.
 OWNERS_OF_A_UNIT = 12
 
 
 def broadcasts_pay(units: List[List[Run]]) -> bool:
     """Whether to broadcast units under the next forward, rather than to gather all partitions with one collective.
 
-    Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If these are more
-    than can broadcast side by side, the broadcasts take longer than the forward that they run under:
-    ``benchmarks/scale.py`` computes that.
+    Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If they are more
+    than can broadcast at once, the broadcasts take longer than the forward (``benchmarks/scale.py`` computes this).
     """
     return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
 
@@ -49,15 +48,15 @@ class OverlappedGather(AllGather):
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
-        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
-            unit is sent as few contiguous runs, each by the run's owner and all in one group, and a forward waits for
-            a whole unit. If units have too many owners for that, one collective gathers all partitions.
-        unseen: ids of parameters that code in C++ reads, which waits for nothing. A step waits for their units.
+        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. The
+            owner of each run of a unit sends the run, and all runs of a unit are one group of collectives. A forward
+            waits for a whole unit. If units have too many owners, one collective gathers all partitions instead.
+        unseen: ids of parameters that C++ code reads without waiting. A step waits for their units.
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]], unseen: Container[int] = ()):
         super().__init__(optimizer)
-        # Weak, because a parameter on its way has this object.
+        # Weak, because a parameter that is being gathered refers to this object.
         self._parameters = [[weakref.ref(parameter) for parameter in unit] for unit in units]
         self._not_overlapped = [
             index
@@ -67,9 +66,9 @@ class OverlappedGather(AllGather):
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
         self._broadcasts = broadcasts_pay(self._runs)
-        # Number of a unit that is on its way -> its collectives that nobody has waited for.
+        # Number of a unit that is being gathered -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
-        # A thread of the caller's may read a parameter that another one reads.
+        # Two threads of the caller may read one parameter.
         self._lock = threading.RLock()
         # The stream on which the units were sent.
         self._stream: Any = None
@@ -90,7 +89,7 @@ class OverlappedGather(AllGather):
         return sorted((run.first - begin, run.last - begin) for run in own)
 
     def start_first(self) -> None:
-        """Called when the first unit has its new values, on every rank, at whatever time before :meth:`start`.
+        """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
 
         Raises:
             DistBackendError: if a collective failed, for example because another rank died.
@@ -116,7 +115,7 @@ class OverlappedGather(AllGather):
                     self._note_sent(index, self._broadcast(unit))
             else:
                 works = self._gather_all()
-                # A forward waits for the same collectives, whichever unit it comes to.
+                # Each unit waits for the same collectives.
                 for index in range(len(self._runs)):
                     self._note_sent(index, list(works))
         self.wait(self._not_overlapped)
@@ -134,16 +133,16 @@ class OverlappedGather(AllGather):
     def _broadcast(self, unit):
         """Returns the works of the broadcasts of one unit."""
         optimizer, works = self._optimizer(), []
-        for process_group, of_group in groupby(unit, lambda run: optimizer.real_dp_process_group[run.group]):
+        for process_group, group_runs in groupby(unit, lambda run: optimizer.real_dp_process_group[run.group]):
             # A single rank has nobody to send to.
             if dist.get_world_size(process_group) == 1:
                 continue
-            with grouped(process_group, optimizer.bit16_groups_flat[unit[0].group].device) as of_process_group:
-                for group, first, last, owner in of_group:
+            with grouped(process_group, optimizer.bit16_groups_flat[unit[0].group].device) as group_works:
+                for group, first, last, owner in group_runs:
                     elements = optimizer.bit16_groups_flat[group].narrow(0, first, last - first)
                     source = dist.get_global_rank(process_group, owner)
-                    of_process_group.append(dist.broadcast(elements, src=source, group=process_group, async_op=True))
-            works += of_process_group
+                    group_works.append(dist.broadcast(elements, src=source, group=process_group, async_op=True))
+            works += group_works
         return works
 
     def _gather_all(self):
@@ -168,8 +167,8 @@ class OverlappedGather(AllGather):
     def wait(self, units: Iterable[int]) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait for these units.
 
-        Parameters have their own class behind it, so the stream on which the units were sent waits too: it may read
-        the parameters next.
+        Then the parameters have their own class again, so the stream on which the units were sent must wait too: it
+        may read the parameters next.
 
         Raises:
             DistBackendError: if the parameters could not be received.
@@ -181,7 +180,7 @@ class OverlappedGather(AllGather):
                     self._give_back(index)
 
     def receive(self, unit: int) -> None:
-        """Does :meth:`wait`, but parameters keep the class that makes whoever reads one wait."""
+        """Does :meth:`wait` for one unit, but its parameters keep the class that makes readers wait."""
         with self._lock:
             works = self._works.get(unit, [])
             elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
@@ -196,7 +195,7 @@ class OverlappedGather(AllGather):
                 works.pop()
 
     def arrive(self, unit: int) -> None:
-        """Does :meth:`wait` for one unit, when somebody reads or writes one of its parameters."""
+        """Does :meth:`wait` for one unit, when code reads or writes one of its parameters."""
         self.wait((unit,))
 
     def _give_back(self, unit):
@@ -204,13 +203,13 @@ class OverlappedGather(AllGather):
             unmark(self._living(unit))
 
     def wait_all(self) -> None:
-        """Waits for every unit that is on its way."""
+        """Waits for every unit that is being gathered."""
         # A step that was interrupted may have sent its first unit.
         self._sent_first = False
         self.wait(sorted(self._works))
 
     def close(self) -> None:
-        """Waits for every unit, and gives all parameters their own class back, also if some cannot be received.
+        """Waits for every unit, and restores the class of all parameters, even if some cannot be received.
 
         Raises:
             DistBackendError: if the parameters could not be received.
@@ -229,8 +228,8 @@ def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[Lis
     NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
 
     Yields:
-        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
-        to be waited for: one work of the whole group, or the appended works.
+        a list to which the caller appends the collectives' works. After the context, the list holds the works to wait
+        for: one of the whole group, or the appended ones.
     """
     works: List["Work"] = []
     if not process_group._get_backend(device).supports_coalescing:

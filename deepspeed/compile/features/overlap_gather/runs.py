@@ -26,7 +26,7 @@ def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter], p
 
     Adjacent pieces of one owner form one run, which includes the padding between the pieces.
 
-    ``parts_alone``: whether each part of a parameter that has several owners is a run of its own.
+    ``parts_alone``: whether each piece of a parameter that has several owners is a run of its own.
     """
     wanted, found = {id(parameter) for parameter in parameters}, []
     for group, size in enumerate(optimizer.partition_size):

@@ -1,9 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of torch that answer about a tensor, or make another one like it, and read none of its values.
+"""Functions of torch that read no values of a tensor: they describe it, or make another one like it.
 
-Classes of parameters whose values are not there yet let these functions through. Any function that this list lacks
-counts as one that reads or writes values.
+These functions do not wait for a parameter that is being gathered. All other functions count as reads or writes.
 """
 
 from typing import Any, Callable, FrozenSet, Iterator
@@ -48,5 +47,5 @@ def _list() -> Iterator[Callable[..., Any]]:
             yield attribute.__delete__
 
 
-# As ``__torch_function__`` gets them.
+# The functions as ``__torch_function__`` gets them.
 WITHOUT_VALUES: FrozenSet[Callable[..., Any]] = frozenset(_list())

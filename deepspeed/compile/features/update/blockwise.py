@@ -110,8 +110,8 @@ def refuse_other_partitions(states: Dict[str, Any], offset: int, numel: int) -> 
     for state in SIGNED if is_blockwise(states) else ():
         codes, scales = (states[name] for name in names_of(state))
         # Codes were cast that were never saved as fp32: see to_blocks().
-        each = 1 if codes.dtype == torch.float32 and codes.numel() == blocks * BLOCK else codes.element_size()
-        if codes.numel() * each != blocks * BLOCK or scales.numel() != blocks:
+        width = 1 if codes.dtype == torch.float32 and codes.numel() == blocks * BLOCK else codes.element_size()
+        if codes.numel() * width != blocks * BLOCK or scales.numel() != blocks:
             raise ValueError(
                 "8-bit optimizer states were loaded that belong to another partition of the parameters; load them "
                 "with the number of ranks and the settings with which they were saved"
