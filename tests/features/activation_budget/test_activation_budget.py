@@ -289,7 +289,7 @@ def test_an_input_that_others_change(ranks):
     check(ranks(1).run(train_with_changed_input, None))
     (message,) = ranks(1).run(train_with_changed_input, 0)
     assert "modified by an inplace operation" in message
-    assert "compile.activation_memory_budget=0 has a graph's backward read the graph's inputs" in message
+    assert "compile.activation_memory_budget=0 makes a graph's backward read the graph's inputs" in message
     assert "change a copy of it, or set the option to null" in message
     check(ranks(1).run(train_with_changed_input, 0, ChangesACopy))
 

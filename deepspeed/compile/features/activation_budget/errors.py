@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of a backward that come of a budget."""
+"""Explains errors of a backward that a budget causes."""
 
 import contextlib
 from typing import TYPE_CHECKING, Iterator
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained_errors(engine: "DeepSpeedEngine") -> Iterator[None]:
-    """Context of ``loss.backward()`` within ``engine.backward()``. Errors that come of the budget name the option."""
+    """Context of ``loss.backward()`` within ``engine.backward()``. Errors that the budget causes name the option."""
     try:
         yield
     except RuntimeError as error:
@@ -22,6 +22,6 @@ def explained_errors(engine: "DeepSpeedEngine") -> Iterator[None]:
         if not (within_budget and "modified by an inplace operation" in str(error)):
             raise
         raise RuntimeError(
-            f"{error} compile.activation_memory_budget={budget:g} has a graph's backward read the graph's inputs; "
+            f"{error} compile.activation_memory_budget={budget:g} makes a graph's backward read the graph's inputs; "
             "if one was changed, change a copy of it, or set the option to null"
         ) from error

@@ -8,13 +8,13 @@ from typing import Iterator, Sequence
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .split import SplitWithin
 
-# Elements of a buffer that may be kept in a copy for each layer and forward. Statistics and scales have fewer, and
+# A buffer of at most so many elements may be copied for each layer and forward. Statistics and scales have fewer, and
 # quantized weights, which are buffers in some packages, have more.
 SMALL_BUFFER = 2**16
 
 
 class ActivationBudget(Feature):
-    """Splits joint graphs within the budget of an engine, or without one within that of the process."""
+    """Splits joint graphs within the engine's budget, or, without one, within the budget of the process."""
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -36,7 +36,7 @@ class ActivationBudget(Feature):
     def _small_buffers(self, inputs):
         """Returns the indices of inputs that are buffers of the model and small beside activations."""
         module = self._module()
-        # A model may not be asked for its truth.
+        # Compare with None: a model's `__bool__` may raise.
         all_buffers = () if module is None else module.buffers()
         buffers = {id(buffer) for buffer in all_buffers if buffer.numel() <= SMALL_BUFFER}
         return tuple(index for index, value in enumerate(inputs) if id(value) in buffers)

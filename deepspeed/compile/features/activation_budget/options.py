@@ -9,9 +9,9 @@ from pydantic import BaseModel, field_validator
 
 class Options(BaseModel):
     activation_memory_budget: Optional[float] = None
-    """How much of the activations that a graph would keep for its backward it may keep, from 0 to 1. The backward
-    computes the rest again. By default (null), ``torch._functorch.config.activation_memory_budget`` says it, which is
-    1 unless the caller has set it."""
+    """The part of the activations that a graph may keep for its backward, from 0 to 1. The backward computes the rest
+    again. The default (null) is ``torch._functorch.config.activation_memory_budget``, which is 1 unless the caller has
+    set it."""
 
     @field_validator("activation_memory_budget", mode="before")
     @classmethod

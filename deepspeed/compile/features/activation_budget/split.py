@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a joint graph as torch does, with some differences.
 
-torch has one budget of activations for a whole process, and here each engine has its own. And torch computes in the
-backward again what is not the same there: within a budget random numbers (pytorch/pytorch issue 190758) and operators
-of others, what was read of a buffer before the forward changed it (pull request 197039), and what was read of a buffer
-that other code changes before the backward. Here the forward keeps these values, and of such a buffer a copy.
+Torch has one budget of activations for a process; here each engine has its own. Under a budget, torch also recomputes
+values in the backward that differ there: random numbers (pytorch/pytorch issue 190758), results of foreign operators,
+reads of a buffer from before the forward changed it (pull request 197039), and reads of a buffer that other code
+changes before the backward. Here the forward keeps these values, or a copy of the buffer.
 """
 
 import contextlib
@@ -27,18 +27,14 @@ _IS_KEPT = "deepcompile_is_kept"
 
 
 class SplitWithin(NamedTuple):
-    """Splits a joint graph by :func:`split_joint`.
-
-    Attributes:
-        budget, buffers: as there.
-    """
+    """Splits a joint graph by :func:`split_joint`, with this budget and these buffers."""
 
     budget: Optional[float]
     buffers: Tuple[int, ...] = ()
 
     @property
     def key(self) -> object:
-        """Tells torch's caches this split from others."""
+        """Distinguishes this split from others in torch's caches."""
         return hash_of_source(Path(__file__)), self.budget, self.buffers
 
     def __call__(self, joint: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
@@ -52,8 +48,7 @@ def split_joint(
 
     Args:
         joint, joint_inputs, kwargs: as torch's partitioners get them.
-        budget: how much of the activations that torch would keep may be kept, from 0 to 1; None: as torch is
-            configured.
+        budget: the part of the activations that may be kept, from 0 to 1; None: torch's own setting.
         buffers: indices of the frame's inputs that other code may change before the backward.
     """
     within = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
@@ -82,10 +77,10 @@ def _first_behind_inputs(graph: Graph) -> Node:
 
 
 def _partitioner():
-    """Returns torch's partitioner, which here asks :func:`_values_to_keep` what to keep.
+    """Returns a copy of torch's partitioner that calls :func:`_values_to_keep`.
 
-    Marks on nodes cannot say it (``CheckpointPolicy.MUST_SAVE``). A budget of 0 ignores them, and where all that torch
-    would keep is marked, torch 2.13 and older save the tuple of a marked operator with several results, which fails.
+    Marks on nodes (``CheckpointPolicy.MUST_SAVE``) do not suffice. A budget of 0 ignores them. And if all values to
+    keep are marked, torch 2.13 and older save the tuple of a marked operator with several results, which fails.
     """
     torchs = partitioners.min_cut_rematerialization_partition
     if "choose_saved_values_set" not in torchs.__code__.co_names or torchs.__closure__:
@@ -93,7 +88,7 @@ def _partitioner():
             f"DeepCompile cannot split graphs with torch {torch.__version__}, whose partitioner asks another function "
             "what to keep; use a release of torch that ds_report names as tested"
         )
-    # The same code with globals of its own, so that nothing changes for others who call it.
+    # The copy has its own globals, so nothing changes for other callers.
     names = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
     partitioner = types.FunctionType(torchs.__code__, names, argdefs=torchs.__defaults__)
     partitioner.__kwdefaults__ = torchs.__kwdefaults__
@@ -101,8 +96,8 @@ def _partitioner():
 
 
 def _values_to_keep(joint: Graph, node_info: Any, memory_budget: float = 1.0) -> List[Node]:
-    """Returns what torch chooses to keep, and what the backward must not compute again."""
-    # To keep more than torch has chosen is always right, and torch drops what the backward does not use.
+    """Returns the values that torch chooses to keep, and those that the backward must not compute again."""
+    # Keeping more than torch has chosen is always correct, and torch drops values that the backward does not use.
     chosen = partitioners.choose_saved_values_set(joint, node_info, memory_budget)
     only_in_forward = _reads_of_changed_inputs(joint).union(filter(runs_once, joint.nodes))
     only_in_forward.update(node for node in joint.nodes if _IS_KEPT in node.meta)
@@ -113,11 +108,11 @@ def _values_to_keep(joint: Graph, node_info: Any, memory_budget: float = 1.0) ->
 def runs_once(node: Node) -> bool:
     """Whether only the forward may run a node, because the backward might get another result, or have an effect."""
     target = node.target
-    # What the model checkpoints is drawn again with the generator's state of the forward.
+    # Checkpointing draws random numbers again with the generator's state of the forward.
     if partitioners.must_recompute(node):
         return False
-    # Operators of others draw and communicate without a tag, and higher-order operators call such operators. Without
-    # a budget, torch runs none of them again. Plain functions, such as those of numbers, have no namespace.
+    # Foreign operators draw random numbers or communicate without a tag, and higher-order operators may call them.
+    # Without a budget, torch runs none of them again. Plain functions, such as those of numbers, have no namespace.
     if getattr(target, "namespace", "aten") not in ("aten", "prims", "prim"):
         return True
     if not isinstance(target, torch._ops.OpOverload):
@@ -140,7 +135,7 @@ def _reads_of_changed_inputs(joint: Graph) -> Set[Node]:
     reads: Set[Node] = set()
     while open_:
         for user in open_.pop().users:
-            # A view reads nothing, but what uses it does.
+            # A view reads nothing, but its users do.
             (open_.append if _is_view(user) else reads.add)(user)
     return reads.difference(copies)
 
@@ -150,8 +145,8 @@ def _is_view(node):
 
 
 def _values(node: Node) -> List[Node]:
-    """Returns the tensors that a node makes."""
+    """Lists the nodes of the tensors that a node returns."""
     if isinstance(node.meta.get("val"), torch.Tensor):
         return [node]
-    # Several: in a tuple, or in what a higher-order operator returns.
+    # A tuple, or the results of a higher-order operator.
     return [value for user in node.users if user.target is operator.getitem for value in _values(user)]

@@ -54,7 +54,7 @@ EDITS = (
         'f"Backend {backend} is not supported for DeepCompile."',
         "f\"Backend {backend} is not supported for DeepCompile; use 'inductor' or 'eager'\"",
     ),
-    # Only the text: what to do about it.
+    # Only the text changes: it says what to do.
     (
         ENGINE,
         "refusal of an engine without an optimizer",
@@ -74,7 +74,7 @@ EDITS = (
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
         "if self_compile.awaits_its_user(self):",
     ),
-    # The next two anchors are lines that setup.py itself has put there.
+    # setup.py itself has added the next two anchors.
     (
         ENGINE,
         "beginning of forward()",

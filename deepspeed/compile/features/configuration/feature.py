@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, and warned of, of DeepSpeed's own options and of the arguments of ``engine.compile()``."""
+"""Refuses, or warns of, DeepSpeed's own options and arguments of ``engine.compile()``."""
 
 from typing import Iterator
 
@@ -11,7 +11,7 @@ from .refused_calls import refused_calls
 
 
 class UnsupportedOptions(Feature):
-    """Refuses and warns. Other parts refuse what they themselves cannot do."""
+    """Refuses and warns of options of DeepSpeed. Other parts do so for their own options."""
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
@@ -24,7 +24,7 @@ class UnsupportedOptions(Feature):
         return ignored(request)
 
     def __init__(self, context: SetUpContext):
-        # The profiler, which one rank starts, replaces functions that the compiler traces.
+        # Turn the flops profiler off: on one rank it would replace functions that the compiler traces.
         profiler = context.engine._config.flops_profiler_config
         context.undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``deepspeed.initialize()`` refuses. DeepSpeed's engine calls it in lines that ``edits.py`` adds to it."""
+"""The checks of ``deepspeed.initialize()``. DeepSpeed's engine calls them in lines that ``edits.py`` adds to it."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -21,7 +21,7 @@ def is_set_up_by_compile(engine: "DeepSpeedEngine") -> bool:
     """Whether ``engine.compile()`` sets an engine up for DeepCompile ZeRO-1/2."""
     return (
         engine.is_deepcompile_enabled()
-        # Whether it has an optimizer, which an engine that is being made has not made yet.
+        # Whether the engine will have an optimizer: the optimizer may not exist yet.
         and engine.optimizer_name() is not None
         and engine.zero_optimization_stage() in (1, 2)
         # The passes of AutoSP and AutoTP are DeepSpeed's own.
@@ -30,7 +30,7 @@ def is_set_up_by_compile(engine: "DeepSpeedEngine") -> bool:
 
 
 def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
-    """Called before anything is changed: refuses what the configuration, the module and the user's optimizer show.
+    """Called before anything is changed: checks the configuration, the module and the user's optimizer.
 
     The module is not on the device yet, its parameters have their own dtype, and the optimizer has these parameters.
 
@@ -45,7 +45,7 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
                 "or 2"
             )
     if is_set_up_by_compile(engine):
-        # As DeepSpeed does next.
+        # DeepSpeed does the same next.
         engine._set_client_model(module)
         _refuse(engine, _ranks_of_one_model(engine))
 
@@ -54,8 +54,8 @@ def refuse_other_models(engine: "DeepSpeedEngine") -> None:
     """Called when the module has its dtype, before any of its tensors is sent: refuses models that differ by rank.
 
     Raises:
-        ValueError: on every rank, if a rank has other parameters; with ``shard_parameters`` also other buffers, which
-            are sent then.
+        ValueError: on every rank, if a rank has other parameters, or with ``shard_parameters``, which sends buffers
+            too, other buffers.
     """
     if is_set_up_by_compile(engine):
         sends_buffers = getattr(engine._config.compile_config, "shard_parameters", None) is not None
@@ -63,10 +63,10 @@ def refuse_other_models(engine: "DeepSpeedEngine") -> None:
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
-    """Called when an engine is made: refuses what only the ZeRO-1/2 optimizer shows, such as sizes of partitions.
+    """Called when an engine is complete: checks what needs the ZeRO-1/2 optimizer, such as sizes of partitions.
 
     Raises:
-        ValueError: as at the beginning. The engine is destroyed then, so that the module can have another one.
+        ValueError: as at the beginning. The engine is then destroyed, so that the module can have another one.
     """
     if not is_set_up_by_compile(engine):
         return
@@ -75,7 +75,7 @@ def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
     except Exception:
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
-        # Whatever the end of a refused engine raises, the user is to learn why the engine was refused.
+        # The user must see why the engine was refused, even if its end raises.
         with contextlib.suppress(Exception):
             engine.destroy()
         raise
@@ -93,13 +93,13 @@ def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Op
 
 def _ranks_of_one_model(engine):
     """Returns the group of the ranks that have the same model; None for all ranks."""
-    # DeepSpeed asks the caller's groups too, but later.
+    # DeepSpeed reads the caller's groups too, but later.
     return None if engine.mpu is None else engine.mpu.get_data_parallel_group()
 
 
 def _refuse(engine, group):
-    """Raises, on all ranks of a group, the first problem that no arguments of ``engine.compile()`` could mend."""
-    # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
+    """Raises, on all ranks of a group, the first problem that no argument of ``engine.compile()`` could mend."""
+    # Import here: the compiler takes a second, and training without DeepCompile does not need it.
     from ...zero_1_and_2.collectives import every_rank_raises
     from ...zero_1_and_2.engine.options import problems_of, refusal
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How the section ``compile`` is read. This part has no option of its own."""
+"""Reads the section ``compile``. This part has no option of its own."""
 
 from typing import Any, List
 
@@ -14,7 +14,7 @@ ANYWHERE = {"memory_picture"}
 
 
 class Options(BaseModel):
-    # CompileConfig has this as its first base, so this function is the first that gets the section.
+    # This class is CompileConfig's first base, so this function gets the section first.
     def __init__(self, strict: bool = False, **data: Any):
         """Reads a section.
 
@@ -22,7 +22,7 @@ class Options(BaseModel):
             ValueError: for a name or a value that the section cannot have, in one sentence.
         """
         ignored = [] if _is_on(data.get("deepcompile")) else _set_for_zero_1_and_2(data)
-        # Left out before they are read: what has no effect is not refused, whatever its value.
+        # Drop these options before validation: an option without effect is not refused, whatever its value.
         read = {name: value for name, value in data.items() if name not in ignored}
         problem = ""
         try:
@@ -30,10 +30,10 @@ class Options(BaseModel):
         except ValidationError as error:
             problem = in_one_sentence(error, type(self))
         if problem:
-            # Outside of the handler, so that pydantic's error, which says no more, is not printed too.
+            # Raise outside of the handler, so that pydantic's longer error is not printed too.
             raise ValueError(problem)
         if ignored:
-            # Imported here, because that package imports files of DeepSpeed's engine, and these import this file.
+            # Import here: that package imports files of DeepSpeed's engine, which import this file.
             from ...zero_1_and_2.messages import warn
 
             names, have = ", ".join(f"compile.{name}" for name in ignored), "have" if len(ignored) > 1 else "has"
@@ -41,17 +41,17 @@ class Options(BaseModel):
 
     @classmethod
     def of(cls, section: Any) -> "Options":
-        """Called when DeepSpeed reads its configuration. Returns the options of what stands below ``compile``.
+        """Called when DeepSpeed reads its configuration. Returns the options of the section ``compile``.
 
         Raises:
-            ValueError: if that is no section, also.
+            ValueError: as ``__init__()``, and if ``section`` is no dict.
         """
         if not isinstance(section, dict):
             raise ValueError(f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}')
         return cls(**section)
 
     def set_for_zero_1_and_2(self) -> List[str]:
-        """Lists those options that are set and that only ZeRO-1 and ZeRO-2 can honour."""
+        """Lists the set options that only ZeRO-1 and ZeRO-2 can honour."""
         return _set_for_zero_1_and_2(vars(self))
 
     @model_validator(mode="after")
@@ -67,15 +67,15 @@ class Options(BaseModel):
 
 
 def _set_for_zero_1_and_2(section):
-    """Lists which options are set in a section (name -> value) that only ZeRO-1 and ZeRO-2 can honour, under
-    DeepCompile: all that this fork adds, except those that work without DeepCompile."""
+    """Lists the options set in a section (name -> value) that only ZeRO-1 and ZeRO-2 under DeepCompile can honour: all
+    that this fork adds, except those that work without DeepCompile."""
     names = (name for options in doors("options", "Options") for name in options.model_fields if name not in ANYWHERE)
-    # A number that is 0 is set. DeepSpeed leaves out what is "auto".
+    # The number 0 counts as set. DeepSpeed drops "auto".
     return [name for name in names if not any(section.get(name) is off for off in (None, False, "auto"))]
 
 
 def _is_on(value):
-    """Whether a value of ``deepcompile`` is true. Pydantic takes some texts and numbers for it too."""
+    """Whether a value of ``deepcompile`` is true. Pydantic accepts some texts and numbers as true."""
     try:
         return TypeAdapter(bool).validate_python(value)
     except ValidationError:

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for."""
+"""Refuses options with which ZeRO-1 and ZeRO-2 under DeepCompile would not train as the user asked."""
 
 import inspect
 from typing import Iterator
@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ...zero_1_and_2.feature import Request
 
-# Options that modes set, with which graphs cannot reduce gradients.
+# Options with which graphs cannot reduce gradients. Some modes set them.
 _OF_OTHER_GRAPHS = {"triton.cudagraphs", "selective_decompose"}
 
 
@@ -27,7 +27,7 @@ def refused(request: Request) -> Iterator[str]:
 
 
 def _unsupported_parallelism(request):
-    """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
+    """Yields a sentence for each kind of parallelism that reduces gradients in another way."""
     engine, optimizer = request.engine, request.optimizer
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism is not supported; set compile.deepcompile to false"
@@ -51,7 +51,7 @@ def _unsupported_parallelism(request):
 
 
 def _ranks_of_a_sequence(engine):
-    """Returns on how many ranks a sequence lies, also before the engine knows it."""
+    """Returns the number of ranks that share a sequence, even before the engine knows it."""
     if "sequence_parallel_size" in vars(engine):
         return engine.sequence_parallel_size
     if engine.mesh_device is not None:
@@ -151,7 +151,7 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
             yield "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them"
         return
     if mode is not None and mode not in list_mode_options():
-        # Of the others, another refusal would say that they cannot be used.
+        # Leave out modes that another check refuses.
         usable = [name for name, patches in list_mode_options().items() if not _OF_OTHER_GRAPHS & patches.keys()]
         yield f"compile_kwargs['mode']={mode!r} is not a mode of torch.compile; use one of {usable}"
         return

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ``engine.compile()`` with which graphs would reduce no gradients or wrong ones, or gradients be lost."""
+"""Refuses calls of ``engine.compile()`` that would lose gradients, or whose graphs would reduce none or wrong ones."""
 
 from typing import TYPE_CHECKING, Iterator
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def refused_calls(request: Request) -> Iterator[str]:
     """Yields a sentence for each reason why a call cannot be honoured."""
     yield from _unsupported_graphs(request)
-    # The base's passes, which nothing runs: graphs get their reductions before a schedule begins.
+    # Nothing runs the base's passes: graphs get their reductions before a schedule begins.
     if request.engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
     else:
@@ -42,7 +42,7 @@ def _unsupported_graphs(request):
     from torch._inductor import config, list_mode_options
 
     if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
-        # ZeRO-3 puts it there for the life of a process.
+        # ZeRO-3 replaces it for the life of the process.
         yield (
             "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
             f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
@@ -76,7 +76,7 @@ def has_gradients(engine: "DeepSpeedEngine") -> bool:
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return False
     if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
-        # They are on the host. What a rank holds there depends on its partition, and all ranks must answer alike.
+        # Gradients are on the host, where a rank's gradients depend on its partition, but all ranks must answer alike.
         return True
     held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
     for group in optimizer.bit16_groups:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses models and optimizers that differ by rank, before anything is sent.
 
-Otherwise ranks send tensors of different sizes. With gloo such ranks end without an error of Python, and NCCL may take
-one rank's bytes for another one's numbers.
+Otherwise ranks send tensors of different sizes. With gloo such processes die without a Python error, and NCCL may
+mix up the tensors of different ranks.
 """
 
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
@@ -17,7 +17,7 @@ import deepspeed.comm as dist
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# What a tensor is on a rank: what differs -> how it is there.
+# Properties of a tensor on a rank: name -> value.
 Traits = Dict[str, str]
 
 
@@ -31,10 +31,10 @@ def refuse_other_models(module: Module, group: "Optional[ProcessGroup]", with_bu
 
 
 def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, group: "Optional[ProcessGroup]") -> None:
-    """Compares the parameters of each rank's optimizer, whose order is that of partitions and of what is sent.
+    """Compares the parameters of each rank's optimizer, and their order, which partitions and messages follow.
 
     Raises:
-        ValueError: likewise.
+        ValueError: if a rank has other parameters, or another order. Every rank raises it.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     own = [
@@ -42,14 +42,14 @@ def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, gr
             f"parameter {number} of group {index} of the optimizer",
             {"name": names.get(id(parameter), "none"), "shape": str(tuple(parameter.shape))},
         )
-        for index, of_group in enumerate(optimizer.param_groups)
-        for number, parameter in enumerate(of_group["params"])
+        for index, param_group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(param_group["params"])
     ]
     _compare("optimizers", own, group)
 
 
 def _compare(what, own, group):
-    # Imported here, as in calls.py.
+    # Import here, as in initialize.py.
     from ...zero_1_and_2.collectives import collective, every_rank_raises
 
     first = dist.get_global_rank(group, 0) if group is not None else 0

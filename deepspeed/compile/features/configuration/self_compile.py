@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine compiles itself. DeepSpeed's engine calls these functions in lines that ``edits.py`` adds to it.
+"""Makes engines compile themselves. DeepSpeed's engine calls these functions in lines that ``edits.py`` adds to it.
 
 An engine with ZeRO-1 or ZeRO-2 whose configuration says ``compile.deepcompile`` compiles itself, so that no trainer
 has to call ``engine.compile()``. All ranks must compile at the same time, so an engine compiles itself only in calls
@@ -31,7 +31,7 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""
     if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
         return False
-    # An engine without an optimizer, such as that of a reference model, does not train: DeepCompile has no task there.
+    # An engine without an optimizer, such as that of a reference model, does not train and needs no DeepCompile.
     return engine.optimizer is not None and not is_set_up_by_compile(engine)
 
 
@@ -50,8 +50,8 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
     _tell_of_other_stages(engine)
     if not (torch.is_grad_enabled() or _compiles_before_any_forward(engine)):
         return
-    # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
-    # caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
+    # Disable compilation: a caller's torch.compile would trace this call, and the compiled module would become part of
+    # the caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
     torch.compiler.disable(in_own_thread)(_before_forward, engine, engine.module.training and torch.is_grad_enabled())
 
 
@@ -65,7 +65,7 @@ def _before_forward(engine, trains):
     if _waits(engine):
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
-    # too late for an error. deepspeed.initialize() has checked the options: check now what may have changed since.
+    # too late for an error. deepspeed.initialize() has checked the options: check now for later changes.
     from ...zero_1_and_2.engine.options import refusal
     from .refused_calls import refused_calls
 
@@ -97,8 +97,8 @@ def note_arguments(
 ) -> Dict[str, Any]:
     """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments.
 
-    Returns ``compile_kwargs`` as a new dict. By default one dict serves all engines, and AutoSP and AutoTP write into
-    it what other engines would take for their user's.
+    Returns ``compile_kwargs`` as a new dict. By default all engines share one dict, and AutoSP and AutoTP write into
+    it, which other engines would take for arguments of the user.
 
     Raises:
         ValueError: if ``compile_kwargs`` are no dict.
@@ -124,12 +124,12 @@ def note_arguments(
 
 
 def _tell_of_other_stages(engine):
-    """Says once of an engine of another stage what the key ``deepcompile`` does there."""
+    """Logs once, for an engine of another stage, what the key ``deepcompile`` does there."""
     stage = engine.zero_optimization_stage()
     if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_told_of_its_stage", False):
         return
     engine._told_of_its_stage = True
-    # An engine without an optimizer does not train, and that of AutoSP or AutoTP does what its passes say.
+    # An engine without an optimizer does not train, and an engine of AutoSP or AutoTP runs its own passes.
     if engine.optimizer is None or engine.uses_parallelization_pass_only():
         return
     does = (
@@ -137,18 +137,18 @@ def _tell_of_other_stages(engine):
         if stage == 3
         else "leaves engine.compile() plain torch.compile; for DeepCompile set zero_optimization.stage to 1 or 2"
     )
-    # A caller's torch.compile must not trace it.
+    # A caller's torch.compile must not trace the logging.
     torch.compiler.disable(log_notice)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
 def _is_left_to_caller(engine):
-    # The caller may have called engine.compile() already. If that call raised and the caller goes on, the caller has
-    # decided to train without DeepCompile.
+    # The caller may have called engine.compile(). If that call raised and the caller goes on, the caller has decided
+    # to train without DeepCompile.
     return not is_set_up_by_compile(engine) or getattr(engine, "_compile_arguments", None) is not None
 
 
 def _waits_on_any_rank(engine):
-    """Whether any rank is to compile later. All ranks call this, because they compile together."""
+    """Whether any rank must compile later. All ranks call this, because they compile together."""
     waits = torch.tensor(_waits(engine), dtype=torch.uint8, device=engine.device)
     with collective("learn whether all ranks can compile the engine"):
         dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=engine.seq_data_parallel_group)
@@ -156,12 +156,12 @@ def _waits_on_any_rank(engine):
 
 
 def _waits(engine):
-    """Whether this rank is to compile an engine later, if at all."""
-    # Imported here, because it takes a second, for which training without DeepCompile need not wait.
+    """Whether this rank must compile an engine later, if at all."""
+    # Import here: the compiler takes a second, and training without DeepCompile does not need it.
     from .refused_calls import has_gradients
 
-    # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
-    # engine has taken over to that engine.
+    # Compiling would lose gradients that no step has used, so wait for a step. Do not compile if a later engine has
+    # taken the parameters over.
     return has_gradients(engine) or not _holds_its_parameters(engine.optimizer)
 
 

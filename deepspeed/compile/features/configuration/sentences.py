@@ -1,13 +1,13 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a section, in one sentence."""
+"""Says in one sentence what is wrong with a section."""
 
 import difflib
 from typing import Type, get_args
 
 from pydantic import BaseModel, ValidationError
 
-# What begins the type of one of pydantic's problems -> what to set.
+# Prefix of the type of a problem of pydantic -> the values to set.
 _EXPECTED = {
     "bool": "true or false",
     "float": "a number",
@@ -24,13 +24,13 @@ _EXPECTED = {
 def in_one_sentence(error: ValidationError, section: Type[BaseModel]) -> str:
     """Says one of the problems that pydantic found in the section ``compile``. ``section``: its class."""
     problems = error.errors()
-    # An unknown name first, because it may be why another one is missing.
+    # Report an unknown name first: it may be a misspelling of a missing one.
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     fields, path, field = section.model_fields, ["compile"], None
     for name in first["loc"]:
-        # What stands for a member of a union, and not for a name in the configuration, is left out.
+        # Skip entries that stand for a member of a union, which is no name in the configuration.
         if name in fields:
             path.append(str(name))
             field = fields[str(name)]
@@ -42,7 +42,7 @@ def in_one_sentence(error: ValidationError, section: Type[BaseModel]) -> str:
         return f"{'.'.join([*path, wrong])} is no option; {nearest}: {', '.join(sorted(fields))}"
     if first["type"] == "missing":
         return f"{'.'.join(path)} is missing; set it"
-    # A value that no member of a union takes is a problem for each of them.
+    # If no member of a union accepts a value, pydantic reports a problem for each member.
     same = [problem for problem in problems if problem["loc"][0] == first["loc"][0]]
     expected = " or ".join(dict.fromkeys(_expected(problem, fields) for problem in same))
     found = f" holds {first['input']!r}, which" if _is_of_an_item(first) else f"={first['input']!r}"
@@ -55,9 +55,9 @@ def _is_of_an_item(problem):
 
 
 def _expected(problem, fields):
-    """Says what to set in place of a value, or of an item of a list, with which pydantic has a problem.
+    """Says what to set in place of a wrong value, or of a wrong item of a list.
 
-    ``fields``: those that the value is to have.
+    ``fields``: the fields that the value should have.
     """
     words = next((words for kind, words in _EXPECTED.items() if problem["type"].startswith(kind)), "")
     words = words.format(fields=" and ".join(fields), **problem.get("ctx", {}))

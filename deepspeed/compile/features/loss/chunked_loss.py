@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes logits and their cross-entropy so that the gradient of the logits never exists as a whole.
 
-The backward goes over chunks of the vocabulary. Of each chunk it computes the gradient of the logits, and from that
-the chunk's rows of the head's gradient and a summand of the hidden states' gradient. Then it drops the chunk. With N
-tokens and a vocabulary of V, the matrix multiplications are those of one piece, cut along V:
+The backward goes over chunks of the vocabulary. For each chunk it computes the gradient of the logits, and from that
+the chunk's rows of the head's gradient and a summand of the hidden states' gradient. Then it drops the chunk. The
+matrix multiplications are those without chunks, cut along the vocabulary:
 
-- The rows of the head's gradient are complete when their chunk is done: each is one product over all tokens. In chunks
-  of tokens, the whole gradient of the head would be a sum over chunks, rounded to its dtype with each chunk.
+- The rows of the head's gradient are complete when their chunk is done: each is one product over all tokens. With
+  chunks of tokens, the head's gradient would be a sum over chunks, rounded to its dtype after each chunk.
 - The gradient of the hidden states is a sum over chunks. It is small, so it is summed in fp32.
 
-This is an autograd function that runs outside of compiled graphs, and not a part of a graph, because only the order of
-calls bounds the memory: a compiler may move chunks, or compute several at once. Autograd passes None for the gradient
-of logits that the caller does not use, so no zeros are allocated for it.
+This autograd function runs outside of compiled graphs, because only the order of calls bounds the memory: a compiler
+may move chunks, or compute several at once. Autograd passes None for the gradient of unused logits, so no zeros are
+allocated for it.
 """
 
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
@@ -25,17 +25,17 @@ from ...zero_1_and_2.graph.parameter_numbers import ParameterNumbers
 # The most elements of the logits' gradient that exist at a time: 128 MiB in bf16. A chunk of this size still fills a
 # GPU.
 CHUNK_LOGITS = 2**26
-# Chunks begin at multiples of so many rows of the head, as matrix multiplications on GPUs like best.
+# Chunks begin at multiples of so many rows of the head, which suits matrix multiplications on GPUs.
 ALIGNED_ROWS = 128
 
 
 class LossOfLogits(NamedTuple):
-    """How a model's loss depends on what its head makes.
+    """How a model's loss depends on the output ``made`` of its head.
 
     Attributes:
         ignore_index: the target of tokens that do not count.
         mean: whether the loss is the mean over the tokens that count, instead of their sum.
-        dtype: of the loss.
+        dtype: the dtype of the loss.
         kept: the indices by which the model drops tokens before the loss, one after the other. Each is a tuple of
             slices and ``...`` that keeps the last dimension, the vocabulary.
         scale, cap: the logits are ``scale * made``, or with a cap ``cap * tanh(scale * made)``.
@@ -50,13 +50,13 @@ class LossOfLogits(NamedTuple):
 
 
 class ChunkedLoss:
-    """Takes the place of the head and the cross-entropy in a model's graph.
+    """Replaces the head and the cross-entropy in a model's graph.
 
     Args:
         loss: how the loss depends on the logits.
-        reduced: for the head's weight and its bias, whether the backward reduces the gradient itself. Autograd gets
-            the others.
-        numbers: of the registered parameters.
+        reduced: for the head's weight and its bias, whether the backward reduces the gradient itself. Otherwise
+            autograd gets the gradient.
+        numbers: the numbers of the registered parameters.
         compile_part: compiles a function of tensors.
     """
 
@@ -80,8 +80,8 @@ class ChunkedLoss:
 
         Args:
             hidden: the head's input [..., H].
-            weight: of the head [V, H].
-            bias: of the head [V], or None.
+            weight: the head's weight [V, H].
+            bias: the head's bias [V], or None.
             target: token ids, int64, one for each token that the model's loss sees.
         """
         target = self._target_of_every_token(target, hidden.shape[:-1])
@@ -111,12 +111,12 @@ class ChunkedLoss:
         weights = counts.float()
         if self._loss.mean:
             number = counts.sum()
-            # Without a token that counts, the loss is not a number, and all gradients are zero, as torch has it.
+            # If no token counts, the loss is NaN and all gradients are zero, as in torch.
             total, weights = total / number, weights / number.clamp(min=1)
         return total.to(self._loss.dtype), logsumexp, weights
 
     def reduce(self, gradients: List[Optional[torch.Tensor]], registrations: Optional[torch.Tensor]) -> None:
-        """Reduces those gradients of the weight and the bias that this backward reduces, and sets them to None."""
+        """Reduces the gradients of the weight and the bias that autograd does not get, and sets them to None."""
         slot = 0
         for index, reduced in enumerate(self._reduced):
             slot += reduced
@@ -190,8 +190,8 @@ class _Gradients(torch.autograd.Function):
 def _scaling(scale, cap):
     """Returns two functions that work in place, forward and backward.
 
-    The first turns what the head has made into logits. The second turns the gradient of logits into that of what the
-    head has made. It needs only the logits for that, so what the head has made is not kept.
+    The first turns the head's output into logits. The second turns the gradient of the logits into that of the head's
+    output. It reads only the logits, so the head's output is not kept.
     """
 
     def scale_forward(made):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives the loss of a language model a graph of its own, or computes it in chunks.
 
-torch's caches need no hash of this source: their keys have each graph that is cut off here.
+Torch's caches need no hash of this source: their keys contain each graph that this part cuts off.
 """
 
 import functools
@@ -46,7 +46,7 @@ FEATURE = Loss
 
 
 def compile_part(frame: "Frame", part: Callable) -> Callable:
-    """Returns a part of a frame that has no registered parameters, to be compiled when it is called."""
+    """Returns a part of a frame without registered parameters. The first call compiles it."""
     if not frame.backend.generates_code:
         return part
 

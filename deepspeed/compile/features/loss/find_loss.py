@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the head and the cross-entropy of a language model in a graph, and puts a :class:`ChunkedLoss` in their place.
 
-What is found is what language models of transformers do: ``logits = linear(hidden, weight)``, which may be scaled and
+The pattern is that of transformers' language models: ``logits = linear(hidden, weight)``, which may be scaled and
 capped by a hyperbolic tangent; casts, reshapes and slices of the logits that keep the vocabulary as the last
 dimension; ``cross_entropy`` of the result.
 """
@@ -26,7 +26,7 @@ from .own_graph import changes_in_place, split_loss, traced_tensor
 MANY_LOGITS = 2**30
 
 _CROSS_ENTROPY = inspect.signature(torch.nn.functional.cross_entropy)
-# torch gives no signature of this function, which is not one of Python's.
+# Written here, because torch's function is native and has no signature.
 _LINEAR = inspect.signature(lambda input, weight, bias=None: None)
 _SCALES = {"mul", "truediv", "div"}
 _CASTS = {"float", "to", "contiguous"}
@@ -39,7 +39,7 @@ _CONTEXTS = {
 
 
 class Unfit(Exception):
-    """Why a graph cannot have its loss computed in chunks. The text follows on "because"."""
+    """The reason why a graph's loss cannot be computed in chunks. The text follows on "because"."""
 
 
 class Found(NamedTuple):
@@ -47,12 +47,12 @@ class Found(NamedTuple):
 
     Attributes:
         head: the node of the linear layer.
-        hidden, weight, bias: its inputs. Without a bias, None.
-        scaling: the nodes that scale and cap what the head makes, the last one first.
-        logits: the last of these, or without any the head.
+        hidden, weight, bias: the head's inputs. Without a bias, None.
+        scaling: the nodes that scale and cap the head's output, the last one first.
+        logits: the last node of ``scaling``, or the head without any.
         cross_entropy: the node that makes the loss.
-        target: its other input.
-        loss: how it depends on the logits.
+        target: the cross-entropy's targets.
+        loss: how the loss depends on the logits.
         between: the nodes that lead from the logits to the loss, the last one first.
     """
 
@@ -89,14 +89,14 @@ class ChunkedLosses:
         """Puts a :class:`ChunkedLoss` between two parts of a graph, if its loss can and shall be computed in chunks.
 
         Args:
-            gm: a graph for training, as Dynamo traced it. It stays as it is.
-            example_inputs: of the graph.
-            numbers: of the registered parameters.
+            gm: a graph for training, as Dynamo traced it. It is not changed.
+            example_inputs: the graph's inputs.
+            numbers: the numbers of the registered parameters.
             compile_part: compiles a function of tensors.
 
         Returns:
             A module that calls its submodules ``HEAD`` and ``REST`` of ``own_graph``, and the :class:`ChunkedLoss` in
-            between. A submodule without nodes is missing. None if the loss stays as it is.
+            between. A submodule without nodes is missing. None if the loss is not computed in chunks.
         """
         if self._wanted is False:
             return None
@@ -137,10 +137,7 @@ def _losses(graph):
 
 
 def _find(graph, parameters):
-    """Returns the fitting loss with the most logits, of equal ones the last, and why another does not fit.
-
-    Either is None if there is none.
-    """
+    """Returns the fitting loss with the most logits (the last of equals) or None, and why another one does not fit."""
     found, unfit = [], None
     for cross_entropy in _losses(graph):
         try:
@@ -178,7 +175,8 @@ def _with_head(cross_entropy):
 
 
 def _logits_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
-    """Follows a loss's input back to the logits; returns these, the way, and the indices that drop tokens on it."""
+    """Follows a loss's input back to the logits; returns the logits, the nodes between, and the indices that drop
+    tokens there."""
     between, kept, vocabulary = [], [], _traced(node).shape[-1]
     while node.target is not torch._C._nn.linear and _name(node) not in {*_SCALES, "tanh"}:
         source = node.args[0] if node.args else None
@@ -198,7 +196,8 @@ def _logits_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
 
 
 def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
-    """Follows logits back to the head; returns it, the way, and scale and cap as in :class:`LossOfLogits`."""
+    """Follows logits back to the head; returns the head, the nodes between, and scale and cap of a
+    :class:`LossOfLogits`."""
     node, scaling, scale, cap = logits, [], 1.0, None
     while node.target is not torch._C._nn.linear:
         name, operands = _name(node), [*node.args, *node.kwargs.values()]
@@ -215,7 +214,7 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
         if len(source.users) > 1:
             raise Unfit("the head's output is also used unscaled")
         if is_cap:
-            # What was found so far comes after the tanh.
+            # The scale that was found so far comes after the tanh.
             scale, cap = 1.0, scale
         else:
             scale *= number if name == "mul" else 1 / number
@@ -225,7 +224,7 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
 
 
 def _name(node):
-    """Returns the name of what a node between head and loss calls."""
+    """Returns the name of the function or method that a node between head and loss calls."""
     if node.op == "placeholder":
         raise Unfit("torch compiles its head and its cross_entropy apart from one another")
     return node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
@@ -245,7 +244,7 @@ def _is_constant_slice(part):
 
 
 def _behind(head) -> Set[Node]:
-    """Returns the nodes that need the logits."""
+    """Returns the head and the nodes that need the logits."""
     behind, open_ = set(), [head]
     while open_:
         node = open_.pop()
@@ -256,7 +255,7 @@ def _behind(head) -> Set[Node]:
 
 
 def _require_movable(graph, found, parameters):
-    """Raises Unfit unless what needs no logits can run before the head, and the rest after the cross-entropy."""
+    """Raises Unfit unless nodes without the logits can run before the head, and all others after the cross-entropy."""
     behind = _behind(found.head)
     if found.target in behind:
         raise Unfit("the targets of its cross_entropy depend on the logits")
@@ -288,7 +287,7 @@ def _replaced(gm, found, chunked):
         if node in needs_logits:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     for node in found.between:
-        # Casts and reshapes that only the loss needed.
+        # Erase casts and reshapes that only the loss needed.
         if not copies[node].users:
             graph.erase_node(copies[node])
     # The numbers 0 and 1 are HEAD and REST of own_graph.

@@ -17,8 +17,8 @@ from torch.fx.passes.split_module import split_module
 
 # From this number of elements on (32 MiB in bf16), avoiding the zeros is worth a second graph.
 LARGE_NUMEL = 2**24
-# What split_module() calls the parts of a graph that is cut. For split_loss(), HEAD ends with the returned tensor. For
-# ChunkedLosses.cut_out(), HEAD ends with the hidden states, and REST is what needs logits or loss.
+# The names that split_module() gives to the parts of a graph. For split_loss(), HEAD ends with the returned tensor.
+# For ChunkedLosses.cut_out(), HEAD ends with the hidden states, and REST needs logits or loss.
 HEAD, REST = "submod_0", "submod_1"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
@@ -27,8 +27,8 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPER
 def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[GraphModule]:
     """Cuts a graph after the last large tensor that the graph returns and from which it computes a loss.
 
-    What comes after the tensor is left to ``torch.compile``, which gives gradients of parameters to autograd. A graph
-    that uses parameters there is not cut, because those gradients would be copied.
+    ``torch.compile`` alone compiles the rest, and gives gradients of parameters to autograd. A graph that uses
+    parameters after the tensor is not cut, because their gradients would be copied.
 
     Args:
         gm: a graph for training, as Dynamo traced it.
@@ -95,7 +95,7 @@ def _is_large(node: Node) -> bool:
 
 
 def replace(split: GraphModule, name: str, compile_graph: Callable) -> None:
-    """Replaces the submodule ``name`` by what ``compile_graph(submodule)`` returns."""
+    """Replaces the submodule ``name`` by ``compile_graph(submodule)``."""
     graph_module = getattr(split, name)
     output = graph_module.graph.output_node()
     alone = isinstance(output.args[0], Node)

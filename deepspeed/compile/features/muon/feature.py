@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's Muon in an engine: what is refused, the updates of matrices, and the rule that steps them."""
+"""DeepSpeed's Muon in an engine: its refusals, the updates of matrices, and the rule that steps them."""
 
 from typing import Iterator, List
 
@@ -35,8 +35,8 @@ class Muon(Feature):
         self._forget_pending = optimizer._muon_pending_momentum.clear
 
     def commit(self) -> None:
-        # Memory of steps without DeepCompile, of which nothing is pending. Momentum is changed in place here, in steps
-        # that are taken.
+        # Free the memory of steps without DeepCompile: nothing is pending. Here, only steps that are taken change the
+        # momentum, in place.
         self._forget_pending()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
@@ -49,7 +49,7 @@ FEATURE = Muon
 def _unsupported(request):
     engine, inner = request.engine, request.optimizer
     if inner is None:
-        # DeepSpeed or a function of the user's will make it.
+        # DeepSpeed or the user's function will make the optimizer.
         if engine.client_optimizer is not None or engine.optimizer_name() != "muon":
             return
     elif not is_muon(inner):
@@ -78,7 +78,7 @@ def _unsupported(request):
 
 
 def _unsupported_matrices(optimizer):
-    """Yields a sentence for each parameter that is no matrix, and one if partitions cut too many of them."""
+    """Yields a sentence for each parameter that is no matrix, and one if partitions cut too many matrices."""
     matrices_by_group = matrices_of(optimizer)
     for group, matrices in matrices_by_group.items():
         for matrix in matrices:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's Muon: turns the gradients of matrices into orthogonalized updates before their norm is taken.
 
-An update takes the place of its gradient, in the gradient's memory. What remains of the step treats each element by
-itself, so other rules step it (``stand_in.py``).
+An update overwrites its gradient. The rest of the step treats each element by itself, so other rules run it
+(``stand_in.py``).
 
 Every rank that owns a part of a matrix computes the update of the whole matrix, as DeepSpeed without DeepCompile does.
 The boundaries between n partitions cut at most n - 1 matrices of a parameter group, whose owners send each other their
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 MOMENTUM = "momentum_buffer"
-# Elements of matrices of one shape that are orthogonalized together, as many as a bucket is sent with: 64 MiB in bf16.
-# Newton-Schulz has about four times as much memory at a time, and its products are large enough for a GPU.
+# Elements of matrices of one shape that are orthogonalized together: 64 MiB in bf16, as large as a bucket.
+# Newton-Schulz uses about four times as much memory, and its products are large enough for a GPU.
 BATCH_NUMEL = 2**25
-# Torch compiles an update anew for wide, tall and square matrices, for one matrix and for several, and for each
+# Torch compiles an update again for wide, tall and square matrices, for one matrix and for several, and for each
 # momentum and method. One rank may need more than torch's own limit of 8. Beyond the limit, updates run uncompiled.
 COMPILATIONS = 64
 
@@ -43,11 +43,11 @@ class Part(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A parameter that Muon orthogonalizes, and its parts in ascending order. The parameter itself is not kept."""
+    """A parameter that Muon orthogonalizes, and its parts in ascending order. Does not hold the parameter."""
 
     name: str
     size: torch.Size
-    heads: Optional[int]  # in how many parts of its rows it is orthogonalized, or None
+    heads: Optional[int]  # number of heads, groups of rows that are orthogonalized by themselves, or None
     parts: List[Part]
 
     @property
@@ -56,11 +56,11 @@ class Matrix(NamedTuple):
 
     @property
     def shape(self) -> Tuple[int, int]:
-        """Rows and columns of what is orthogonalized by itself: the whole matrix, or one head of it.
+        """Rows and columns of the matrix that is orthogonalized by itself: the whole parameter, or one head of it.
 
-        As in DeepSpeed's function, the filters of a convolution in four dimensions make up a matrix with a row for
-        each output, and leading dimensions of other parameters number their matrices. That function scales filters by
-        the ratio of their last two dimensions, but raises; here the ratio is that of the matrix.
+        As in DeepSpeed's function, the filters of a convolution in four dimensions are a matrix with a row for each
+        output, and leading dimensions of other parameters number their matrices. DeepSpeed's function raises for
+        filters, which it would scale by the ratio of their last two dimensions; here the ratio is that of the matrix.
         """
         size = self.size
         if self.heads is not None:
@@ -69,13 +69,13 @@ class Matrix(NamedTuple):
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is DeepSpeed's own Muon. Its module is not imported here, because that takes seconds."""
+    """Whether an optimizer is DeepSpeed's own Muon. Does not import Muon's module, because that takes seconds."""
     cls = type(optimizer)
     return f"{cls.__module__}.{cls.__name__}" == "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
 
 
 def matrices_of(optimizer: "DeepSpeedZeroOptimizer") -> Dict[int, List[Matrix]]:
-    """Returns index of each parameter group that Muon orthogonalizes -> its matrices, in the order of the flat tensor.
+    """Returns the matrices of each parameter group that Muon orthogonalizes, by the group's index, in flat order.
 
     Empty if the optimizer is not DeepSpeed's Muon.
     """
@@ -95,9 +95,9 @@ def _matrices(optimizer, group):
 
 
 def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
-    """Returns about the norm of the updates of all matrices: the singular values of an update are about 1.
+    """Estimates the norm of the updates of all matrices: the singular values of an update are about 1.
 
-    The updates of matrices with more rows than columns are multiplied by the root of the ratio.
+    Muon multiplies the update of a matrix with more rows than columns by the root of the ratio.
     """
     total = 0.0
     for matrix in itertools.chain(*matrices.values()):
@@ -110,13 +110,13 @@ class Orthogonalizer:
     """Computes the updates of one engine's matrices. The public members are those of ``Transform`` in ``feature.py``.
 
     Args:
-        matrices: what :func:`matrices_of` returned.
-        batch_numel: elements of the matrices that are orthogonalized together. A larger matrix comes by itself.
+        matrices: the matrices from :func:`matrices_of`.
+        batch_numel: elements of matrices to orthogonalize together. A larger matrix is orthogonalized by itself.
     """
 
     def __init__(self, matrices: Dict[int, List[Matrix]], batch_numel: int):
         self.matrices, self._batch_numel = matrices, batch_numel
-        # Momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
+        # Momentum has whole matrices, so it lies outside of the partition. A rank without matrices has none.
         self.groups = matrices.keys()
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ class Orthogonalizer:
                     places.append(place)
                     sources.append(gradients[index] if is_own else received.pop((index, part.owner)))
             torch._foreach_copy_(places, sources)
-            # Drops what was received, of which Newton-Schulz may then have the memory.
+            # Free the received parts, whose memory Newton-Schulz may use.
             del sources
             update = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(len(batch), numel)
             for row, index in zip(update, batch, strict=True):
@@ -168,8 +168,8 @@ class Orthogonalizer:
             torch._foreach_copy_(targets, updates)
 
     def _batches(self, matrices: List[Matrix]) -> Iterator[range]:
-        """Yields the indices of matrices to orthogonalize together: neighbours of one shape, so that their momentum is
-        one piece of memory. DeepSpeed sorts a group by shape, so neighbours are all matrices of a shape."""
+        """Yields the indices of matrices to orthogonalize together: neighbours of one shape, whose momentum is
+        contiguous. DeepSpeed sorts a group by shape, so all matrices of a shape are neighbours."""
         first = 0
         while first < len(matrices):
             limit = max(1, self._batch_numel // matrices[first].numel)
@@ -191,7 +191,7 @@ def _update(gradient, momentum, settings):
 def _momentum(optimizer, group, numel, like):
     """Returns the momentum of this rank's matrices, 1-D: whole matrices in the order of the flat tensor.
 
-    So DeepSpeed keeps it without DeepCompile, and in checkpoints, of which a load makes it fp32.
+    DeepSpeed keeps it like this without DeepCompile and in checkpoints. A load makes it fp32.
     """
     state = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]]
     if MOMENTUM not in state:
@@ -209,9 +209,9 @@ def _exchange(process_group, matrices, gradients, like):
     """Sends this rank's part of each matrix to the matrix's other owners.
 
     Args:
-        process_group: of the parameter group. All its ranks make this call.
-        matrices: the matrices of which this rank has a part.
-        gradients: the gradient of this rank's part of each, 1-D.
+        process_group: the parameter group's process group. All its ranks make this call.
+        matrices: the matrices of which this rank owns a part.
+        gradients: the gradient of this rank's part of each matrix, 1-D.
         like: an empty tensor of the dtype and on the device of gradients.
 
     Returns:

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The rule by which other rules step Muon's partitions."""
+"""The rule that lets other rules step Muon's partitions."""
 
 import dataclasses
 from typing import List, Optional, Tuple
@@ -12,7 +12,7 @@ from .muon import is_muon
 
 
 class StandIn:
-    """Hands the other rules a partition of an optimizer that treats each element by itself."""
+    """Gives the other rules a partition whose optimizer treats each element by itself."""
 
     def __init__(self, others: List[Rule]):
         self._others = others
@@ -27,8 +27,8 @@ class StandIn:
 def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Optimizer, int]:
     """Returns an optimizer that steps a parameter group element by element, and the group's index there.
 
-    This is the optimizer itself, unless it is DeepSpeed's Muon. What Muon does with an update is what SGD does with a
-    gradient. The other groups are those of an Adam, which this call makes share Muon's groups and states.
+    This is the optimizer itself, unless it is DeepSpeed's Muon. Muon steps an update as SGD steps a gradient. Muon
+    steps its other groups by an Adam, which this call makes share Muon's groups and states.
     """
     if not is_muon(inner):
         return inner, index
@@ -39,6 +39,6 @@ def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Opti
     adam = inner.aux_optimizer  # type: ignore[attr-defined]
     if adam is None:
         return inner, index
-    # Loading replaces both. Muon's own step sees to it as well.
+    # Share both again, as Muon's own step does: a load replaces them.
     adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
     return adam, sum(not group["use_muon"] for group in groups[:index])

@@ -2,6 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps Adam and AdamW in one pass over memory, also with states and master weights in fewer bits.
 
-``compile.optimizer_states`` keeps states in 8 bits, ``compile.store_param_remainders`` master weights as the
-parameters and 16 bits more.
+``compile.optimizer_states`` keeps states in 8 bits. ``compile.store_param_remainders`` keeps master weights as the
+parameters and 16 more bits.
 """

@@ -3,10 +3,10 @@
 """Steps partitions by Adam and AdamW, range by range, each range in one pass over memory.
 
 The pass reads a gradient in its own dtype, scales it, updates master weights and states, and writes new parameters.
-On a GPU it is a kernel in Triton (``adam_kernel.py``), elsewhere torch's operators, compiled by Inductor
+On a GPU the pass is a kernel in Triton (``adam_kernel.py``), elsewhere torch's operators, compiled by Inductor
 (``adam_operators.py``). Inductor's kernels for a GPU would copy new parameters whose memory is not aligned.
 
-Every setting is a number that the pass is given when it runs, so a schedule of a setting compiles nothing.
+Every setting is a run-time argument of the pass, so a schedule of a setting compiles nothing.
 """
 
 import importlib
@@ -28,12 +28,12 @@ from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
-# The names by which the configuration asks for one of these.
+# The names of these optimizers in the configuration.
 _BY_NAME = ("adam", "adamw")
 _OF_OTHERS = "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these"
-# With fewer elements, a step saves less time than compiling takes in any training.
+# With fewer elements, all steps of a training together save less time than compiling takes.
 LEAST_NUMEL = 2**24
-# Elements that are stepped at once where each operator writes its result to memory.
+# Elements to step at once if each operator writes its result to memory.
 EAGER_NUMEL = 2**22
 
 StepRows = Callable[[Elements, Settings], None]
@@ -45,12 +45,12 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is an Adam of DeepSpeed, in C++."""
+    """Whether this is an Adam of DeepSpeed, which is written in C++."""
     return type(optimizer) in _OF_DEEPSPEED
 
 
 def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
-    """Returns why an optimizer's step cannot be made here in every case, with a remedy, or None if it can."""
+    """Returns why this file cannot make every step of an optimizer, with a remedy, or None if it can."""
     if not is_adam(optimizer):
         return _OF_OTHERS.format(type(optimizer).__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -65,9 +65,9 @@ def unsupported_forms(
 
     Args:
         option: as for :class:`RefuseOwnStep`.
-        problem_with: :func:`problem_with`, or a function that finds more.
-        request: what the user asks for.
-        kept: what has the form, for example "states".
+        problem_with: :func:`problem_with`, or a function that finds more problems.
+        request: the user's request.
+        kept: the tensors of this form, for example "states".
     """
     engine, asked, name = request.engine, f"compile.{option}", f"compile.{option.partition('=')[0]}"
     problem = None if request.optimizer is None else problem_with(request.optimizer)
@@ -97,24 +97,22 @@ def unsupported_forms(
 
 
 def new_state(partition: Partition) -> Dict[str, Any]:
-    """Returns the state before the first step, with the count of steps alone, as the optimizer itself has it."""
+    """Returns the state before the first step: only the step count, in the optimizer's own form."""
     if is_of_deepspeed(partition.optimizer):
         return {"step": partition.group.get("step", 0)}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
 
 
 class ReplacesOwnStep(Rule):
-    """A rule that makes every step of Adam, the first one too, because the optimizer's own ``step()`` could not.
-
-    Its states, or the master weights, have a form of their own.
-    """
+    """A rule that makes every step of Adam, even the first, because states or master weights have a form that the
+    optimizer's own ``step()`` cannot read."""
 
     def begin(self, partition: Partition) -> Optional["AdamStep"]:
         raise NotImplementedError
 
 
 class RefuseOwnStep:
-    """The last rule. It raises, because the optimizer's own ``step()`` cannot step what no other rule steps.
+    """The last rule. It raises, because the optimizer's own ``step()`` cannot read states of this form.
 
     Args:
         option: the option of the section ``compile`` that asks for the form, as the user writes it.
@@ -136,16 +134,16 @@ class OnePassAdam:
     """The rule for the partitions of an engine whose states are in fp32."""
 
     def __init__(self) -> None:
-        # What passes differ by -> the pass, or None if it cannot be compiled.
+        # Formats of a partition -> the pass, or None if it cannot be compiled.
         self._passes: Dict[Tuple[Any, ...], Optional[StepRows]] = {}
 
     def begin(self, partition: Partition) -> Optional["AdamStep"]:
         """Begins a step of a partition.
 
         Returns:
-            None if the optimizer is not Adam, or does not step as its authors have written it; in its first step, in
-            which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights
-            or states are not in fp32; or if the pass cannot be compiled.
+            None if the optimizer is not Adam, or its ``step()`` is patched; in the first step, in which the optimizer
+            makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights or states
+            are not in fp32; or if the pass cannot be compiled.
         """
         if not partition.step_is_unpatched:
             return None
@@ -162,7 +160,7 @@ class OnePassAdam:
         return None if step_rows is None else AdamStep(partition, step_rows)
 
     def _pass(self, partition):
-        """Returns the pass for a partition, compiled before anything is changed, or None if that is not possible."""
+        """Returns the pass for a partition, compiled before anything is changed, or None if it cannot be compiled."""
         shape, states, master = (1, ALIGN_NUMEL), len(names_of_states(partition)), partition.master
         kind = (partition.gradient_dtype, partition.new.dtype, states, master.device)
         if kind not in self._passes:
@@ -173,7 +171,7 @@ class OnePassAdam:
             try:
                 self._passes[kind] = _kernel(like) if master.is_cuda else compile_step(like)
             except Exception as error:
-                # Other ranks may be able to.
+                # Go on without the pass: other ranks may have compiled it.
                 logger.warning(
                     f"DeepCompile cannot compile the update of {name}, so every step takes several passes over memory "
                     f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
@@ -183,19 +181,19 @@ class OnePassAdam:
 
 
 def kernel() -> StepRows:
-    """Returns the kernel for GPUs. Triton may be missing where there is none."""
+    """Returns the kernel for GPUs. Imported late, because a machine without a GPU may lack Triton."""
     return importlib.import_module(f"{__package__}.adam_kernel").step_rows
 
 
 def _kernel(like):
-    """Returns the kernel for GPUs, which has stepped ``like``: whether it can be compiled is known thereafter."""
+    """Returns the kernel for GPUs after a step of ``like``, which raises if the kernel cannot be compiled."""
     step_rows = kernel()
     step_rows(like, Settings(like.master.new_ones(len(Scalars._fields))))
     return step_rows
 
 
 def names_of_states(partition: Partition) -> Tuple[str, ...]:
-    """Returns the names of the states that are kept for each element, in the order of ``Elements.states``."""
+    """Returns the names of the states with a value for each element, in the order of ``Elements.states``."""
     # DeepSpeed's Adam refuses amsgrad.
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if partition.group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
 
@@ -216,8 +214,7 @@ class AdamStep:
 
     columns = ALIGN_NUMEL
     lead = 0  # elements of the first row that lie before the partition
-    # How many elements are stepped at once on the host, if less than a range: where each operator writes its result to
-    # memory.
+    # Elements to step at once on the host, if fewer than a range, because each operator writes its result to memory.
     numel_on_host: Optional[int] = None
 
     def __init__(self, partition: Partition, step_rows: StepRows):
@@ -227,7 +224,7 @@ class AdamStep:
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         if not self._state:
-            # Not before an overflow would have ended the step.
+            # Begin here: an overflow would have ended the step before.
             self._state = self.begin()
             self._count = _number(self._state["step"]) + 1
             self.settings = self.make_settings(_scalars(self.partition, self._count))
@@ -245,7 +242,7 @@ class AdamStep:
         return last
 
     def begin(self) -> Dict[str, Any]:
-        """Returns the optimizer's state of the master weights, when the first elements are stepped."""
+        """Called when the first elements are stepped. Returns the optimizer's state of the master weights."""
         return self.partition.state
 
     def make_settings(self, scalars: torch.Tensor) -> Settings:
@@ -273,7 +270,7 @@ class AdamStep:
 def _scalars(partition, count):
     """Returns the scalars of step ``count``, computed in fp64, as an fp32 tensor on the partition's device."""
     group, inner = partition.group, partition.optimizer
-    # An argument of the class of DeepSpeed's Adam, and no setting, decouples weight decay.
+    # In DeepSpeed's Adam an attribute of the optimizer, not of the group, decouples weight decay.
     decoupled = inner.adam_w_mode if is_of_deepspeed(inner) else group.get("decoupled_weight_decay", False)
     rate, beta, beta_sq, decay, epsilon = (
         _number(setting) for setting in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
@@ -299,20 +296,20 @@ def _scalars(partition, count):
 
 
 def _on_device(numbers, device):
-    """Returns numbers, of which some may be tensors [] on the device, as an fp32 tensor. The host does not wait."""
+    """Returns numbers, some perhaps tensors [] on the device, as an fp32 tensor. The host does not wait."""
     if any(map(torch.is_tensor, numbers)):
         # A fill passes the number to the kernel as an argument.
         fp32 = torch.zeros(len(numbers), dtype=torch.float32, device=device)
         for place, number in zip(fp32, numbers, strict=True):
             place.fill_(number)
         return fp32
-    # From other memory than pinned memory, the host would wait for the copy.
+    # Use pinned memory: otherwise the host would wait for the copy.
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _number(value):
-    """Returns a setting or a count as a number, or as an fp64 tensor [] if it lies on a device: the host does not wait
-    for it."""
+    """Returns a setting or a count as a number, or as an fp64 tensor [] if it lies on a device, so that the host does
+    not wait."""
     if not torch.is_tensor(value):
         return float(value)
     return value.item() if value.is_cpu else value.detach().double().reshape(())

@@ -1,12 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Adam over rows of elements as one kernel, in Triton: what :func:`.adam_operators.step_rows` does.
+"""Adam over rows of elements as one Triton kernel. Computes :func:`.adam_operators.step_rows`.
 
 Formats are constants of the kernel: the dtypes of gradients and new parameters, master weights in fp32 or as their
-remainders (``remainders.py``), and states in fp32 or in 8 bits. With 8 bits, Inductor's kernel takes twice the time of
-the memory that it moves: it keeps the maps' tables in global memory, and gives one block to few threads. This kernel
-keeps the tables in registers and shared memory (``tl.gather``), and multiplies by 1 / scale, so that ties may round
-otherwise than by torch's operators.
+remainders (``remainders.py``), and states in fp32 or in 8 bits. With 8 bits, Inductor's kernel takes twice as long as
+its memory traffic: it keeps the maps' tables in global memory, and gives one block to few threads. This kernel keeps
+the tables in registers and shared memory (``tl.gather``). It multiplies by 1 / scale, so ties may round differently
+than with torch's operators.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton.language as tl
 from .adam_operators import Elements, Settings
 from .dynamic_map import BLOCK, LEAST_SCALE, MARGIN, TO_QUARTERS
 
-# Blocks of one program, and warps. With 8 bits the fastest on an H200, of 1 to 8 blocks and 1 to 8 warps.
+# Blocks of one program, and warps: with 8 bits the fastest on an H200 among 1 to 8 blocks and 1 to 8 warps.
 _BLOCKS_IN_FP32, _BLOCKS_IN_8_BITS, _WARPS = 4, 8, 4
 _BLOCK, _LEAST_SCALE = tl.constexpr(BLOCK), tl.constexpr(LEAST_SCALE)
 _MARGIN, _TO_QUARTERS = tl.constexpr(MARGIN), tl.constexpr(TO_QUARTERS)
@@ -39,8 +39,8 @@ def step_rows(elements: Elements, settings: Settings) -> None:
         )
 
 
-# Of each value or alignment that it specializes, Triton makes another kernel. Ranges have any count of rows, and begin
-# at any scale.
+# Triton would compile a kernel for each value or alignment that it specializes on. Ranges have any number of rows, and
+# begin at any scale.
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scales", "scales_sq"])
 def _step(
     gradients,
@@ -62,7 +62,7 @@ def _step(
 ):
     blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    # Where the limit is a multiple of 16, Triton reads and writes 16 bytes at a time. Of `rows` it knows no divisor.
+    # With a limit that is a multiple of 16, Triton reads and writes 16 bytes at a time. It knows no divisor of `rows`.
     there = places < rows.to(tl.int64) * COLUMNS
 
     factor, decay_of_gradient, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
@@ -75,8 +75,8 @@ def _step(
         master = _join(tl.load(news + places, mask=there, other=0.0), tl.load(masters + places, mask=there, other=0))
     else:
         master = tl.load(masters + places, mask=there, other=0.0)
-    # Each sum with a product is one operation, rounded once, so that formats do not change numbers: of a sum of two
-    # products the compiler would round either one by itself.
+    # Each sum with a product is one operation, rounded once, so that formats do not change numbers. In a sum of two
+    # products the compiler could round either product first.
     gradient = tl.fma(decay_of_gradient, master, gradient)
     master = tl.fma(-decay, master, master)
     if scales is None:
@@ -109,7 +109,7 @@ def _step(
         # 127 + the index, or 126 - the index where the sign bit is set.
         lower = 127 + ((_index(tl.abs(mean), 1, 0) & 127) ^ (mean.to(tl.int32, bitcast=True) >> 31))
         lower_sq = _index(mean_sq, 2, 1) & 255
-        # From -1 on if there is a sign, so the tables differ in where they begin.
+        # Signed values begin at -1, so the tables begin at different entries.
         above = mean >= _look_up(tl.load(thresholds + entries), lower + 1, BLOCKS)
         above_sq = mean_sq >= _look_up(tl.load(thresholds_sq + 1 + entries), lower_sq, BLOCKS)
         tl.store(means + places, (lower + above.to(tl.int32)).to(tl.uint8), mask=there)
@@ -118,7 +118,7 @@ def _step(
 
 @triton.jit
 def _join(parameter, remainder):
-    """Returns what :func:`.remainders.join` returns."""
+    """Computes :func:`.remainders.join`."""
     parameter, remainder = parameter.to(tl.int16, bitcast=True).to(tl.int32), remainder.to(tl.int32)
     magnitude = parameter & 0x7FFF
     is_changed = ((magnitude == 0) & (remainder < 0)) | ((magnitude == 0x7F80) & (remainder > 0))
@@ -127,7 +127,7 @@ def _join(parameter, remainder):
 
 @triton.jit
 def _split(master):
-    """Returns what :func:`.remainders.split` returns."""
+    """Computes :func:`.remainders.split`."""
     bits = master.to(tl.int32, bitcast=True)
     parameter = tl.where(master == master, (bits + 0x8000) >> 16, 0x7FC0)
     remainder = tl.where(master == master, bits - (parameter << 16), 0)
@@ -144,7 +144,7 @@ def _decode(codes, scales, values, places, there, blocks, count, BLOCKS: tl.cons
 
 @triton.jit
 def _scaled(state, magnitude, scales, blocks, count):
-    """Stores the scales of blocks of the largest ``magnitude``, and returns the values in units of their scale."""
+    """Stores the scales of blocks whose largest magnitude is ``magnitude``. Returns values divided by the scale."""
     scale = tl.maximum(magnitude, _LEAST_SCALE)
     tl.store(scales + blocks, scale, mask=blocks < count)
     return state * (1.0 / scale)[:, None]
@@ -162,7 +162,7 @@ def _index(magnitude, FIRST: tl.constexpr, LESS: tl.constexpr):
 
     Args:
         FIRST: codes in the lowest decade.
-        LESS: what is taken off all indices.
+        LESS: subtracted from all indices.
     """
     OFFSET: tl.constexpr = _TO_QUARTERS - _MARGIN - LESS
     found = (magnitude * (FIRST / 0.9e-6) + (FIRST * 8 / 9 + OFFSET)).to(tl.int32, bitcast=True)

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Adam over rows of elements in torch's operators, and what a step of it is given.
+"""Adam over rows of elements in torch's operators, and the arguments of a step.
 
 :func:`step_rows` runs operator by operator. :func:`compile_step` compiles it to one pass over memory.
 """
@@ -32,9 +32,9 @@ class Elements(NamedTuple):
 
 
 class Scalars(NamedTuple):
-    """What one step of a parameter group has for all elements, as numbers or as entries of an fp32 tensor."""
+    """The numbers of one step of a parameter group, or the entries of an fp32 tensor of them."""
 
-    factor: float  # with which to multiply gradients. Negative to go up the gradient.
+    factor: float  # multiplies gradients. Negative to go up the gradient.
     decay_of_gradient: float  # weight_decay, or 0 if weight decay is decoupled
     decay: float  # rate * weight_decay if weight decay is decoupled, else 0
     weight: float  # 1 - beta1
@@ -46,7 +46,7 @@ class Scalars(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What one step of a parameter group has for all elements."""
+    """The settings of one step of a parameter group, the same for all elements."""
 
     scalars: torch.Tensor  # fp32, in the order of Scalars
     maps: Tuple[Map, ...] = ()  # of exp_avg and of exp_avg_sq. Empty: states are in fp32.
@@ -106,10 +106,10 @@ class _Step(torch.nn.Module):
 
 
 def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
-    """Returns what does :func:`step_rows` to elements with states in fp32, in one pass over memory.
+    """Returns a function that does :func:`step_rows` for states in fp32, in one pass over memory.
 
     Args:
-        like: elements of the dtypes, the device and the columns that the pass will be given. They are not changed.
+        like: elements with the dtypes, the device and the columns of those to step. They are not changed.
 
     Raises:
         Exception: whatever torch raises if it cannot compile the pass.
@@ -120,7 +120,7 @@ def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
     tensors = [*like[:3], *like.states]
     rows = [tensor.new_empty(_EXAMPLE_ROWS, tensor.shape[1]) for tensor in tensors]
     scalars = like.master.new_empty(len(Scalars._fields))
-    # A new parameter may lie where its gradient lies. Each element is read before it is written, in a pass too.
+    # A new parameter may lie where its gradient lies: the pass, too, reads each element before writing it.
     with torch.no_grad():
         shapes = ([{0: Dim("rows", min=2)}] * len(rows), None)
         graph = torch.export.export(_Step(), (rows, scalars), dynamic_shapes=shapes, strict=False).graph_module

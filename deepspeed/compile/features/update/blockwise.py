@@ -1,18 +1,18 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer states in 8 bits: how a partition's states are kept, and how they become fp32 states and come from these.
+"""Optimizer states in 8 bits: the format of a partition's states, and conversions from and to fp32 states.
 
 A state of Adam, such as ``exp_avg``, is kept as two tensors of the optimizer's state of the master weights:
 
 - ``exp_avg_codes``, uint8 [blocks, BLOCK];
 - ``exp_avg_scales``, fp32 [blocks].
 
-Blocks lie on the grid of the parameter group's flat tensor, so that they do not depend on the number of ranks. The
-first and the last block of a partition may lie in it in part: the rest of such a block stays zero.
+Blocks lie on the grid of the parameter group's flat tensor, so that they do not depend on the number of ranks. A
+partition may contain only a part of its first and last block. The rest of such a block stays zero.
 
 Torch's ``load_state_dict()`` casts every state to the dtype of the parameter, which makes four bytes of each code. So
-a saved optimizer has the codes' memory as fp32 [blocks, BLOCK / 4], which no cast changes, and what was cast all the
-same, because the caller saved the states of the inner optimizer, is cast back.
+a checkpoint has the codes' memory as fp32 [blocks, BLOCK / 4], which no cast changes. If the caller saved the states
+of the inner optimizer itself, the codes are cast back after the load.
 """
 
 from typing import Any, Dict, Tuple
@@ -23,7 +23,7 @@ from .dynamic_map import BLOCK, Map, decode, encode, make_map, zero_code
 
 # Names of the states -> whether they have a sign.
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
-# The name under which a checkpoint has the form of 8-bit states.
+# The key of the form of 8-bit states in a checkpoint.
 FORM = "blockwise"
 # Blocks that are converted at once.
 _CONVERTED = 2**14
@@ -35,13 +35,13 @@ def names_of(state: str) -> Tuple[str, str]:
 
 
 def is_blockwise(states: Any) -> bool:
-    """Whether an entry of an optimizer's ``state`` has states that are kept in 8 bits.
+    """Whether an entry of an optimizer's ``state`` has 8-bit states.
 
-    An entry may also be a count or another object that some optimizer keeps there under a name.
+    An entry may also be a count or another object that an optimizer keeps there under a name.
     """
     if not isinstance(states, dict):
         return False
-    # A load may leave codes beside the fp32 states that it brings. Then the fp32 states hold.
+    # A load of fp32 states may leave old codes beside them. Then the fp32 states are valid.
     return not any(state in states for state in SIGNED) and all(
         name in states for state in SIGNED for name in names_of(state)
     )
@@ -53,7 +53,7 @@ def has_moments(states: Dict[str, Any]) -> bool:
 
 
 def count_of_blocks(offset: int, numel: int) -> int:
-    """Returns in how many blocks a partition lies that has ``numel`` elements and begins at ``offset``."""
+    """Returns the number of blocks that a partition of ``numel`` elements touches, which begins at ``offset``."""
     return -(-(offset % BLOCK + numel) // BLOCK)
 
 
@@ -66,7 +66,7 @@ def zeros(offset: int, like: torch.Tensor) -> Dict[str, torch.Tensor]:
     """Returns the codes and scales before the first step of a partition.
 
     Args:
-        offset: of the partition in the group's flat tensor.
+        offset: offset of the partition in the group's flat tensor, in elements.
         like: the master weights of the partition.
     """
     blocks, states = count_of_blocks(offset, like.numel()), {}
@@ -78,9 +78,9 @@ def zeros(offset: int, like: torch.Tensor) -> Dict[str, torch.Tensor]:
 
 
 def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
-    """Makes states 8-bit states that have been loaded, or that the optimizer's own step has made in fp32.
+    """Converts ``states``, which were loaded or made by the optimizer's own step in fp32, to 8-bit states in place.
 
-    The arguments are those of :func:`zeros`, and ``states``, which are changed.
+    The other arguments are those of :func:`zeros`.
 
     Raises:
         ValueError: as :func:`refuse_other_partitions`.
@@ -98,7 +98,7 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
         if states[codes].dtype == torch.float32 and states[codes].numel() == blocks * BLOCK:
             # The optimizer's own load_state_dict() has cast codes that were never saved as fp32: whole numbers.
             states[codes] = states[codes].to(torch.uint8)
-        # These are views, or moves to the device at most.
+        # These lines make views, and move tensors to the device at most.
         states[codes] = states[codes].to(like.device).view(torch.uint8).view(blocks, BLOCK)
         states[scales] = states[scales].to(like.device)
 
@@ -109,7 +109,7 @@ def refuse_other_partitions(states: Dict[str, Any], offset: int, numel: int) -> 
     blocks = count_of_blocks(offset, numel)
     for state in SIGNED if is_blockwise(states) else ():
         codes, scales = (states[name] for name in names_of(state))
-        # Codes were cast that were never saved as fp32: see to_blocks().
+        # A load has cast these codes to fp32: see to_blocks().
         width = 1 if codes.dtype == torch.float32 and codes.numel() == blocks * BLOCK else codes.element_size()
         if codes.numel() * width != blocks * BLOCK or scales.numel() != blocks:
             raise ValueError(
@@ -119,7 +119,7 @@ def refuse_other_partitions(states: Dict[str, Any], offset: int, numel: int) -> 
 
 
 def _refuse_other_forms(states, offset):
-    """Raises ValueError if 8-bit states are not of the form that a partition has which begins at ``offset``."""
+    """Raises ValueError if 8-bit states do not have the form of a partition that begins at ``offset``."""
     form, expected = states.get(FORM), form_of(offset)
     if form is not None and form != expected and is_blockwise(states):
         raise ValueError(
@@ -129,7 +129,7 @@ def _refuse_other_forms(states, offset):
 
 
 def _encode(state, values, before, codes, scales):
-    """Writes the codes and scales of a state's values, 1-D, which begin ``before`` elements behind a block's begin."""
+    """Writes the codes and scales of a state's values, 1-D, which begin ``before`` elements into a block."""
     thresholds = map_of(state, codes).thresholds
     for first in range(0, len(scales), _CONVERTED):
         rows = slice(first, min(first + _CONVERTED, len(scales)))
@@ -145,7 +145,7 @@ def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> to
     codes, scales = (states[name] for name in names_of(state))
     codes, table = codes.view(torch.uint8).view(-1, BLOCK), map_of(state, codes).values
     values = scales.new_empty(last - first)
-    # Some blocks at a time, because a value in the making takes three times the memory of what is returned.
+    # Convert some blocks at a time, because a conversion takes three times the memory of its result.
     for begin in range(first, last, _CONVERTED * BLOCK):
         end = min(begin + _CONVERTED * BLOCK, last)
         rows = slice(begin // BLOCK, -(-end // BLOCK))
@@ -155,10 +155,10 @@ def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> to
 
 
 def to_fp32(states: Dict[str, Any], offset: int, numel: int) -> None:
-    """Makes 8-bit states those with which the optimizer itself goes on. Rounded values stay rounded.
+    """Converts 8-bit states in place to fp32 states, for the optimizer itself. Rounded values stay rounded.
 
     Raises:
-        ValueError: if they are those of another partition, or have another format.
+        ValueError: if the states belong to another partition, or have another format.
     """
     _refuse_other_forms(states, offset)
     before = offset % BLOCK
@@ -171,7 +171,7 @@ def to_fp32(states: Dict[str, Any], offset: int, numel: int) -> None:
 
 
 def form_of(offset: int) -> Dict[str, int]:
-    """Returns what a checkpoint says of the 8-bit states of a partition that begins at ``offset``.
+    """Returns the description of 8-bit states in a checkpoint, for a partition that begins at ``offset``.
 
     All values are numbers, because torch's load cannot pass on text.
     """
@@ -179,6 +179,6 @@ def form_of(offset: int) -> Dict[str, int]:
 
 
 def saved(states: Dict[str, Any], offset: int) -> Dict[str, Any]:
-    """Returns the 8-bit states of a partition that begins at ``offset`` as a checkpoint has them, without a copy."""
+    """Returns the 8-bit states of a partition that begins at ``offset`` in a checkpoint's form, without a copy."""
     codes = {name: states[name].view(torch.float32) for name, _ in map(names_of, SIGNED)}
     return {**states, **codes, FORM: form_of(offset)}

@@ -7,13 +7,13 @@ A code stands for a value from -1 to 1, or from 0 to 1: zero, one, or a value in
 Each decade has twice as many codes as the decade below. A block of ``BLOCK`` values has a scale, its largest
 magnitude.
 
-A value that is not zero does not become zero where there is no sign. Adam divides by the root of the second moment: if
-that became zero before the first moment did, a small gradient would move a weight by thousands of learning rates.
+In the unsigned map, a nonzero value never becomes zero. Adam divides by the root of the second moment: if that became
+zero before the first moment did, a small gradient would move a weight by thousands of learning rates.
 
-To quantize is to find the code whose value is next. A search in the table takes eight steps, of which each waits for
-the step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each
-decade, and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find
-the index, or the index before. One comparison with a threshold decides which, so that no rounding changes the code.
+Quantization finds the code of the nearest value. A search in the table takes eight steps, each of which waits for the
+step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each decade,
+and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find the index,
+or the index before. One comparison with a threshold decides which, so that no rounding changes the code.
 """
 
 import functools
@@ -23,15 +23,15 @@ import torch
 
 # Elements that share a scale.
 BLOCK = 256
-# A block of smaller values has this scale, whose inverse is finite. A larger one, such as torchao's 1e-12, would round
-# the second moments of small gradients up, and Adam would hardly move their weights.
+# The least scale, whose inverse is finite. A larger least scale, such as torchao's 1e-12, would round the second
+# moments of small gradients up, and Adam would hardly move their weights.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 _DECADES = 7
-# Added to a number, it makes quarters the last bits of the sum. So the sum, and the number that is added, are rounded
-# by up to an eighth each.
+# Added to a number, this makes quarters the last bits of the sum. So the sum and the added number are each rounded by
+# up to an eighth.
 TO_QUARTERS = 2**21
-# If more than 0.2 and less than 1 is taken off the line, what is found is the index or one less: 0.2, because the
-# midpoint between the codes of two decades lies up to so much behind an integer. This leaves room for both roundings.
+# The line minus 0.2 to 1 gives the index or one less: 0.2, because the midpoint between the codes of two decades lies
+# up to so much behind an integer. This value leaves room for both roundings.
 MARGIN = 0.6
 
 
@@ -45,7 +45,7 @@ class Map(NamedTuple):
 @functools.cache
 def make_map(signed: bool, device: torch.device) -> Map:
     """Returns the map of values from -1 to 1 if ``signed``, else from 0 to 1."""
-    # Inference tensors could not be used in graphs, and another default device may be set.
+    # Graphs cannot use inference tensors, and the caller may have set another default device.
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         positive = []
         for decade in range(_DECADES):
@@ -65,14 +65,14 @@ def zero_code(signed: bool) -> int:
 
 
 def _codes_of(decade, signed):
-    """Returns how many positive codes a decade has."""
+    """Returns the number of positive codes of a decade."""
     return 2**decade if signed else 2 ** (decade + 1)
 
 
 def _thresholds(values):
     """Returns, for each code and for 256, the least fp32 value that is rounded to this code or to a higher one.
 
-    Of two codes, the higher one is taken if the distance to the lower is at least half of the difference, all in fp32.
+    A value is rounded up if its distance to the lower code is at least half of the difference, all in fp32.
     """
     lower, upper = values[:-1], values[1:]
     below, threshold = lower, upper
@@ -112,7 +112,7 @@ def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> to
     # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
     lines = [(magnitude * slope + intercept).view(torch.int32) for slope, intercept in _lines(signed)]
     found = functools.reduce(torch.minimum, lines)
-    # Where the value is NaN, the bits are any. Then this keeps the lookup within its table.
+    # The bits are arbitrary for NaN: the mask keeps the lookup within its table.
     lower = (found >> 2) & (127 if signed else 255)
     if signed:
         # 127 + lower, or 126 - lower where the sign bit is set.
@@ -132,5 +132,5 @@ def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> t
 
 
 def _lookup(table, index):
-    """Returns the entries of a table at indices that lie in it. A checked lookup would compare each with bounds."""
+    """Returns the entries of a table at valid indices. A checked lookup would compare each index with bounds."""
     return torch.ops.aten._unsafe_index(table, [index.to(torch.int32)])

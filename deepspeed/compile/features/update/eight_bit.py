@@ -52,7 +52,7 @@ class EightBitStep(AdamStep):
         self._cut: Dict[int, _CutBlock] = {}
 
     def begin(self) -> Dict[str, Any]:
-        """Makes the states in the first step, and those that were loaded what this rule needs."""
+        """Makes the states in the first step, and converts loaded states to 8 bits."""
         partition, master = self.partition, self.partition.master
         state = partition.state
         if state:
@@ -72,10 +72,10 @@ class EightBitStep(AdamStep):
         return tuple(state[name][blocks] for name in codes), tuple(state[name][blocks] for name in scales)
 
     def step_part(self, gradient: torch.Tensor, first: int, last: int) -> None:
-        """Steps some elements of a block, whose scale depends on other elements that are stepped at another time.
+        """Steps some elements of a block. The block's scale depends on elements that other calls step.
 
         The pass steps a copy of the block, so that each element has the same bits as in a block that is not cut. Codes
-        and scale are those of the pass that has the gradients of all elements of the block that lie in the partition.
+        and scale are written by the pass that has the gradients of all the block's elements in the partition.
         """
         block = (self.lead + first) // BLOCK
         begin = block * BLOCK - self.lead
@@ -96,12 +96,12 @@ class EightBitStep(AdamStep):
 
 
 class _CutBlock:
-    """A block of which parts are stepped one by one: what it had before the step. All tensors are [1, BLOCK].
+    """The values from before the step of a block that several calls step. All tensors are [1, BLOCK].
 
     Args:
-        master: the master weights, or their remainders, of the elements of the block that lie in the partition.
+        master: the master weights, or their remainders, of the block's elements in the partition.
         parameters: the parameters of these elements.
-        before: how many elements of the block lie before the partition.
+        before: the number of the block's elements that lie before the partition.
     """
 
     def __init__(self, master: torch.Tensor, parameters: torch.Tensor, before: int):

@@ -42,12 +42,11 @@ class SavesStates(_NextClass):
 
 
 class Update(Feature):
-    """Also of an engine without options, which may load states in 8 bits: these become fp32 states.
+    """Every engine has this part. Without options, loaded 8-bit states become fp32 states.
 
     Attributes:
         states: the states of Adam.
-        in_one_pass: whether a rule for Adam is asked before the optimizer itself, which takes several passes over
-            memory.
+        in_one_pass: whether a rule for Adam goes before the optimizer itself, which takes several passes over memory.
     """
 
     @classmethod
@@ -68,7 +67,7 @@ class Update(Feature):
         self._in_8_bits = request.options.optimizer_states is not None
         self.in_one_pass = request.backend == "inductor" and request.compiles
         self.states = StatesOfAdam(in_8_bits=self._in_8_bits)
-        # Now, because no part has given anything up yet.
+        # Check here, before any part frees memory.
         self.states.refuse_others(optimizer)
         self._masters: Optional[Masters] = None
         if request.options.store_param_remainders:
@@ -84,7 +83,7 @@ class Update(Feature):
 
     def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         if self._masters is not None:
-            # Now, because the engine can no longer go on without DeepCompile, which needs the fp32 master weights.
+            # Only now: until here the engine could go on without DeepCompile, which needs the fp32 master weights.
             use_remainders(optimizer, self._masters)
 
     def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:

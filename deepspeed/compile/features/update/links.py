@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Links parameters with their master weights, for ``safe_get_full_fp32_param()`` and its counterpart that sets."""
+"""Links parameters with their master weights, for ``safe_get_full_fp32_param()`` and the function that sets them."""
 
 import functools
 import weakref
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Fragment(tensor_fragment):
-    """The part of a parameter in this rank's partition. Its master weights are computed when they are asked for."""
+    """The part of a parameter in this rank's partition. Each read computes its master weights."""
 
     masters: Masters
 
@@ -34,12 +34,12 @@ class Fragment(tensor_fragment):
 
 
 def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
-    """Called when the base has linked parameters with its own tensors. Links them with the master weights."""
+    """Called after the base has linked parameters with its own tensors. Links them with the master weights."""
     reference = weakref.ref(optimizer)
     for group in optimizer.bit16_groups:
         for parameter in group:
             if parameter._hp_mapping is not None:
-                # The base's view would keep the memory that it sees.
+                # The base's view would keep the memory of the fp32 master weights.
                 vars(parameter._hp_mapping).pop("hp_fragment", None)
                 parameter._hp_mapping.__class__ = Fragment
                 parameter._hp_mapping.masters = masters
@@ -47,10 +47,10 @@ def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
 
 
 def _set(reference, parameter, function, value, optim_state_key=None):
-    """Sets what ``function`` sets of a parameter: the base's method, or what another part has made of it.
+    """Does ``function`` for a parameter: the base's method, or another part's in its place.
 
-    Every rank is given the whole value. The parameter is a part of its master weights here. So it has its new value at
-    once, on all ranks, and not only after the next step.
+    Every rank gets the whole value. The parameter is a part of its master weight, so it has its new value at once, on
+    all ranks, and not only after the next step.
     """
     if optim_state_key is not None:
         function(value, optim_state_key)

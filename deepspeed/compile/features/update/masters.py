@@ -3,10 +3,10 @@
 """The master weights of an optimizer that keeps their remainders.
 
 The base holds an fp32 tensor of each partition, which is the parameter of the inner optimizer: its identity, shape,
-dtype and device matter. Here that tensor has one element in memory, a NaN at which all others lie too. Code that is
-not listed here reads NaN, and ``copy_()`` into the tensor raises.
+dtype and device matter. Here that tensor is an expanded view of one NaN. Code that is not listed here reads NaN, and
+``copy_()`` into the tensor raises.
 
-These get or set master weights, by ``optimizer.py`` and ``links.py``:
+These functions get or set master weights, by ``masters_in_optimizer.py`` and ``links.py``:
 
 - ``state_dict()`` and ``load_state_dict()`` of the ZeRO-1/2 optimizer, hence checkpoints of all kinds: an fp32 tensor
   of the whole partition on the host, for the time of the call and as long as the caller keeps the state dict;
@@ -14,7 +14,7 @@ These get or set master weights, by ``optimizer.py`` and ``links.py``:
   master weight, so neither can bring the other back;
 - ``offload_states()`` and ``reload_states()``, which move the remainders;
 - ``safe_get_full_fp32_param()`` and ``safe_set_full_fp32_param()``, and ``_hp_mapping`` of a parameter: its part of
-  the partition. What ``_hp_mapping`` returns is a copy: to write into it has no effect.
+  the partition. ``_hp_mapping`` returns a copy, so a write into it has no effect.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ from .remainders import join, split
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# Elements that are converted at once. A conversion makes several tensors of integers, as large as the fp32 values.
+# Elements to convert at once. A conversion makes several tensors of integers, as large as the fp32 values.
 _CONVERTED = 2**24
 
 
 def _pieces(values):
-    """Yields slices of 1-D values, of which each has as many elements as are converted at once."""
+    """Yields slices of 1-D values, with as many elements as are converted at once."""
     return (slice(first, first + _CONVERTED) for first in range(0, values.numel(), _CONVERTED))
 
 
@@ -58,10 +58,11 @@ class Masters:
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
-        gather: sends what it has stepped.
+        gather: sends the stepped parameters.
 
     Attributes:
-        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`take_apart`.
+        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. Empty before
+            :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
 
@@ -72,7 +73,7 @@ class Masters:
         self.on_host = False
 
     def take_apart(self) -> None:
-        """Makes parameters and remainders of the base's master weights, which stay. Called on all ranks together."""
+        """Splits the base's master weights into parameters and remainders. Called on all ranks together."""
         masters = self._optimizer().single_partition_of_fp32_groups
         self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
         for group, master in enumerate(masters):
@@ -80,7 +81,7 @@ class Masters:
         self.send_parameters()
 
     def give_up(self) -> None:
-        """Gives the memory of the base's master weights up, which were taken apart."""
+        """Frees the memory of the base's master weights, after :meth:`take_apart`."""
         for master in self._optimizer().single_partition_of_fp32_groups:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
 
@@ -100,9 +101,9 @@ class Masters:
 
     @contextlib.contextmanager
     def read_on_host(self) -> Iterator[None]:
-        """Context in which the base's list of partitions has the master weights, in memory of the host.
+        """Context in which the base's list of partitions has the master weights, in host memory.
 
-        The inner optimizer keeps its own parameters, which tell the device of the states that it loads.
+        The inner optimizer keeps its own parameters, whose device is that of the states that it loads.
         """
         optimizer = self._optimizer()
         before = optimizer.single_partition_of_fp32_groups
@@ -117,7 +118,8 @@ class Masters:
 
     @contextlib.contextmanager
     def written_on_host(self) -> Iterator[None]:
-        """The same, and what the caller writes there becomes the master weights. All ranks leave it together.
+        """As :meth:`read_on_host`, but values that the caller writes there become the master weights. All ranks leave
+        the context together.
 
         If the caller raises on any rank, remainders stay as they were on all ranks.
 
@@ -131,7 +133,7 @@ class Masters:
                 yield
                 failed = False
             finally:
-                # Otherwise the others would wait in the gather for a rank that has raised.
+                # Otherwise the other ranks would wait in the gather for a rank that has raised.
                 flag = torch.tensor([failed], dtype=torch.int32, device=optimizer.bit16_groups_flat[0].device)
                 with collective("learn whether all ranks have loaded their master weights"):
                     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
@@ -156,14 +158,14 @@ class Masters:
         return values
 
     def set(self, group: int, first: int, values: torch.Tensor) -> None:
-        """Makes values, 1-D, the master weights from element ``first`` on of this rank's partition."""
+        """Sets the master weights of this rank's partition from element ``first`` on to values, 1-D."""
         there = slice(first, first + values.numel())
         parameters, remainders = self._parameters(group)[there], self.remainders[group][there]
         for piece in _pieces(values):
             parameters[piece], remainders[piece] = split(values[piece].to(parameters.device, torch.float32))
 
     def take_parameters(self) -> None:
-        """Makes the parameters the master weights."""
+        """Sets the master weights to the values of the parameters."""
         for remainders in self.remainders:
             remainders.zero_()
 
@@ -180,7 +182,7 @@ class Masters:
         make = get_accelerator().pin_empty_like if pin_memory else torch.empty_like
         buffers = [make(remainders, device="cpu") for remainders in self.remainders]
         if pin_memory:
-            # The base unpins them, and keeps them until a copy that begins there has ended.
+            # The base unpins these buffers, and keeps them until a copy from them has ended.
             self._optimizer().hp_params_pin_buffers = buffers
         for remainders, buffer in zip(self.remainders, buffers, strict=True):
             remainders.data = buffer.copy_(remainders, non_blocking=non_blocking)

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's ZeRO-1/2 optimizer does differently while its master weights are remainders."""
+"""Overrides methods of DeepSpeed's ZeRO-1/2 optimizer while its master weights are remainders."""
 
 import functools
 from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Type
@@ -37,8 +37,8 @@ class RemaindersOfParameters(_NextClass):
             super().load_state_dict(*args, **kwargs)
 
     def load_hp_checkpoint_state_from_checkpoint_dir(self, *args, **kwargs) -> None:
-        # A universal checkpoint is written into what parameters are linked with, here with the memory of the host.
-        # The core's mixin, which links within this context too, comes before this class.
+        # A universal checkpoint is written into the links of parameters: link them with host memory here. The core's
+        # mixin, which comes before this class, links within this context too.
         with self._deepcompile.gather.linking():
             super()._link_all_hp_params()
         try:
@@ -65,7 +65,7 @@ class RemaindersOfParameters(_NextClass):
     ) -> None:
         if _HP_PARAMS not in self.offloaded_states and (include is None or _HP_PARAMS in include):
             self.masters_as_remainders.offload(pin_memory, non_blocking)
-            # The base offloads what is not in this set.
+            # The base offloads states that are not in this set.
             self.offloaded_states.add(_HP_PARAMS)
         super().offload_states(include, device, pin_memory, non_blocking)
 
@@ -81,9 +81,9 @@ def _with_remainders(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOpt
 
 
 def use_remainders(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
-    """Gives the memory of master weights up. The optimizer is a :class:`RemaindersOfParameters`."""
+    """Frees the memory of master weights. The optimizer is a :class:`RemaindersOfParameters`."""
     masters.give_up()
     optimizer.masters_as_remainders = masters  # type: ignore[attr-defined]
-    # Of a destroyed engine's optimizer, a state dict has the master weights too.
+    # The state dict of a destroyed engine's optimizer must have the master weights too.
     optimizer.plain_class = _with_remainders(optimizer.plain_class)  # type: ignore[attr-defined]
     link(optimizer, masters)

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 class Options(BaseModel):
     optimizer_states: Optional[Literal["8bit"]] = None
-    """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By
-    default (null), the optimizer keeps them as it does without DeepCompile."""
+    """The format of Adam's two states. "8bit" takes one byte for each element, and a scale for each 256 elements. By
+    default (null), the optimizer keeps states as it does without DeepCompile."""
     store_param_remainders: bool = False
-    """Whether a rank keeps the 16 bits that its bf16 parameters lack of their fp32 master weights, in place of the
-    master weights: 2 bytes an element of its partition instead of 4."""
+    """Whether a rank keeps, in place of fp32 master weights, only the 16 bits that its bf16 parameters lack: 2 bytes
+    for each element of its partition instead of 4."""

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is refused, and warned of, where states are to be kept in 8 bits and master weights as remainders."""
+"""Refuses, or warns of, settings that 8-bit states and master weights as remainders do not support."""
 
 import math
 from typing import Iterator
@@ -32,17 +32,17 @@ def unsupported_states(request: Request) -> Iterator[str]:
 
 
 def states_that_stay_in_fp32(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
-    """Yields a sentence if there are partitions of which torchao quantizes no states, and says nothing."""
+    """Yields a sentence if torchao silently leaves the states of some partitions in fp32."""
     inner = optimizer.optimizer
     if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
         return
-    # Of fewer elements than 4096 it quantizes none by design.
+    # By design, torchao quantizes no states of fewer than 4096 elements.
     sizes = [numel for master in optimizer.single_partition_of_fp32_groups if (numel := master.numel()) >= 4096]
     divides_all = math.gcd(inner.block_size, *sizes)
     if divides_all < inner.block_size:
         remedy = f"give it block_size={divides_all}"
         if divides_all < 64:
-            # Each block has a scale in fp32, so that states in small blocks save little.
+            # Each block has a scale in fp32, so small blocks save little.
             remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
         uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
         yield (

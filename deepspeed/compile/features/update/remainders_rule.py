@@ -27,9 +27,9 @@ class RemaindersAdam:
     is refused.
 
     Args:
-        remainders: of this rank's partition of each parameter group, int16 1-D. The caller fills the list later.
-        others: the rules of the parts that stand before this one. The states have the form of the first
-            :class:`ReplacesOwnStep` among them, if there is one.
+        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. The caller fills the list
+            later.
+        others: the rules of earlier parts. The first :class:`ReplacesOwnStep` among them gives the form of the states.
     """
 
     def __init__(self, remainders: Sequence[torch.Tensor], others: List[Rule]):

@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""8-bit optimizer states in what DeepSpeed does with states: checkpoints, and ``safe_get_full_optimizer_state()``.
+"""8-bit optimizer states in DeepSpeed's checkpoints and ``safe_get_full_optimizer_state()``.
 
-A checkpoint has the codes, and an engine that loads it goes on with the same bits. fp32 states that are loaded become
-8-bit states. An engine without ``compile.optimizer_states`` that loads 8-bit states goes on with their values in fp32.
+A checkpoint has the codes, so an engine that loads it goes on with the same bits. Loaded fp32 states become 8-bit
+states. An engine without ``compile.optimizer_states`` that loads 8-bit states goes on with their values in fp32.
 """
 
 import functools
@@ -42,7 +42,7 @@ class StatesOfAdam:
     """The form of an optimizer's states.
 
     Args:
-        in_8_bits: whether the optimizer is to go on with 8-bit states, or with fp32 states.
+        in_8_bits: whether the optimizer keeps 8-bit states, instead of fp32 states.
     """
 
     def __init__(self, in_8_bits: bool):
@@ -53,7 +53,7 @@ class StatesOfAdam:
         inner = state_dict[BASE_OPTIMIZER_STATE]
         # An elastic checkpoint has a list instead, and no 8-bit states.
         if isinstance(inner, dict):
-            # Of a state that belongs to no parameter, torch keeps the key as it is.
+            # Torch keeps the key of a state that belongs to no parameter.
             states = {
                 index: saved(entry, partition_offset(optimizer, index)) if is_blockwise(entry) else entry
                 for index, entry in inner["state"].items()
@@ -62,14 +62,14 @@ class StatesOfAdam:
         return state_dict
 
     def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Raises ValueError if loaded states cannot be had in this form."""
+        """Raises ValueError if loaded states cannot be converted to this form."""
         for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
             states = optimizer.optimizer.state.get(master, {})
             if is_blockwise(states):
                 refuse_other_partitions(states, partition_offset(optimizer, group), master.numel())
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
+        """Converts loaded states to the form that the optimizer keeps."""
         for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
             states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
             if self._in_8_bits and has_moments(states):
@@ -100,12 +100,11 @@ class StatesOfAdam:
 
 
 class _Fragments(Mapping):
-    """State -> its values for one parameter in this rank's partition, fp32 1-D, computed when they are asked for.
+    """State -> its values for one parameter in this rank's partition, fp32 1-D. Each read computes them.
 
     Args:
         states: the optimizer's states of the master weights.
-        first: where the parameter begins, in elements from the beginning of the partition's first block.
-        last: where it ends.
+        first, last: the parameter's elements [first, last), counted from the beginning of the partition's first block.
     """
 
     def __init__(self, states: Dict[str, Any], first: int, last: int):
@@ -124,12 +123,12 @@ class _Fragments(Mapping):
         return len(self._names)
 
     def clear(self) -> None:
-        """Called when states move. The base links parameters anew afterwards."""
+        """Called when states move. The base links parameters again afterwards."""
         self._names = ()
 
 
 def _set(function, value, optim_state_key=None):
-    """Sets what the base's ``function`` sets, unless this is a state."""
+    """Does the base's ``function``, which sets a value of a parameter, unless the value is a state."""
     if optim_state_key is not None:
         raise RuntimeError(
             f"{optim_state_key} is kept in 8 bits, and to set it would round other parameters' values in its blocks "
@@ -138,34 +137,34 @@ def _set(function, value, optim_state_key=None):
     function(value)
 
 
-# What DeepSpeed's engine and converter call -----------------------------------------------------------------------
+# Functions that DeepSpeed's engine and converter call -------------------------------------------------------------
 
 
 def after_load(engine: "DeepSpeedEngine") -> None:
-    """Called when an engine has loaded a checkpoint. Makes 8-bit states fp32 states if the engine is to have these."""
+    """Called when an engine has loaded a checkpoint. Converts 8-bit states to fp32 if the engine keeps fp32 states."""
     optimizer, config = engine.optimizer, engine._config.compile_config
-    # An engine that has begun to train has done so itself.
+    # In a compiled engine, load_state_dict() has already converted the states.
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and not (config.deepcompile and config.optimizer_states):
         StatesOfAdam(in_8_bits=False).adopt(optimizer)
 
 
 def before_step(engine: "DeepSpeedEngine") -> None:
-    """Called before an optimizer steps. Without DeepCompile its own ``step()`` does, which knows no 8-bit states."""
-    # An engine that asks for these steps so after engine.compile() was refused, or before it compiles itself.
+    """Called before an optimizer steps. Without DeepCompile its own ``step()`` runs, which cannot read 8-bit states."""
+    # An engine with the option steps like this if engine.compile() was refused, or before it compiles itself.
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_deepcompile"):
         StatesOfAdam(in_8_bits=False).adopt(engine.optimizer)
 
 
 def convert_saved(checkpoint: Dict[str, Any]) -> None:
-    """Called when a tool such as ``ds_to_universal`` has read what a rank has saved. Makes 8-bit states fp32 states.
+    """Called when a tool such as ``ds_to_universal`` has read a rank's file. Converts 8-bit states to fp32.
 
-    The caller cuts the padding of the partition off each state, which would cut codes.
+    The caller then cuts the partition's padding off each state, which would damage codes.
     """
     saved_by_rank = checkpoint.get(OPTIMIZER_STATE_DICT) or {}
     inner = saved_by_rank.get(BASE_OPTIMIZER_STATE)
     for index, states in inner["state"].items() if isinstance(inner, dict) else ():
         if is_blockwise(states):
-            # Masters are saved without their padding.
+            # Checkpoints have master weights without their padding.
             masters, paddings = saved_by_rank[SINGLE_PARTITION_OF_FP32_GROUPS], saved_by_rank[GROUP_PADDINGS]
             numel = masters[index].numel() + paddings[index]
             to_fp32(states, states[FORM]["elements before the partition"], numel)
