@@ -2,5 +2,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optional parts that mend DeepSpeed, transformers, peft or Liger. ``../parts.py`` says what a part is.
 
-Each goes when its upstream has what the docstring of its ``__init__.py`` asks for.
+Remove a part when its upstream has the change that the docstring of the part's ``__init__.py`` asks for.
 """

@@ -92,8 +92,7 @@ class StatesOfAdam:
                     address = parameter._hp_mapping.get_hp_fragment_address()
                     first = before + address.start
                     parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
-                # The base makes this attribute anew when it links parameters with master weights, but not in each
-                # call.
+                # The base sets this attribute again only when it links parameters with master weights.
                 function = parameter.set_full_hp_param
                 if getattr(function, "func", None) is not _set:
                     parameter.set_full_hp_param = functools.partial(_set, function)
@@ -149,7 +148,7 @@ def after_load(engine: "DeepSpeedEngine") -> None:
 
 
 def before_step(engine: "DeepSpeedEngine") -> None:
-    """Called before an optimizer steps. Without DeepCompile its own ``step()`` runs, which cannot read 8-bit states."""
+    """Called before an optimizer steps. Without DeepCompile, its own ``step()`` runs, which needs fp32 states."""
     # An engine with the option steps like this if engine.compile() was refused, or before it compiles itself.
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_deepcompile"):
         StatesOfAdam(in_8_bits=False).adopt(engine.optimizer)

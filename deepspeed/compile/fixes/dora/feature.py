@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Dynamo trace peft's DoRA, whose function for quantized weights would end a graph in every adapted layer.
 
-The function asks for ``type(weight).__module__``, which Dynamo cannot answer where the type is torch's own.
+The function reads ``type(weight).__module__``, which Dynamo cannot trace for torch's own types.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _function():
 
 @functools.cache
 def _substitute(function):
-    # Dynamo would take a call of the function itself for a call of what is traced in its place.
+    # Call a copy: Dynamo would replace a call of the function itself by the traced substitute.
     original = types.FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
 
     def traced(module):
@@ -45,5 +45,5 @@ def _substitute(function):
     try:
         torch.compiler.substitute_in_graph(function)(traced)
     except (TypeError, ValueError):
-        # A peft whose function takes other arguments, or something else that Dynamo traces in its place.
+        # The function of another peft has other arguments, or a substitute already.
         return

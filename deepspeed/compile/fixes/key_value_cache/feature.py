@@ -33,15 +33,15 @@ FEATURE = TrainWithoutCache
 
 
 def train_without_cache(module: Module, undo: contextlib.ExitStack, in_training: Callable[[], bool]) -> None:
-    """Adds hooks to the outermost models of transformers in ``module``, and to ``undo`` what removes the hooks.
+    """Adds hooks to the outermost models of transformers in ``module``, and their removal to ``undo``.
 
-    The hook passes ``use_cache=False`` to each call in training whose caller has not chosen, and which has labels.
-    Without labels, whoever makes the call may want the cache. So the hook does so without labels only if ``module``
-    itself is such a model, is in training mode, and gradients are enabled.
+    The hook passes ``use_cache=False`` to each training call with labels whose caller has not chosen. Without labels
+    the caller may want the cache. So without labels the hook acts only if ``module`` itself is such a model, is in
+    training mode, and gradients are enabled.
 
     Args:
         module: the engine's module.
-        in_training: as ``CompilationLimit.in_training()``, which also decides what runs compiled.
+        in_training: ``CompilationLimit.in_training()``, which also decides what runs compiled.
     """
     models = [model for model in _outermost(module) if _has_switch(model)]
     if models:
@@ -56,7 +56,7 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack, in_training:
 
 
 def _outermost(module) -> List[Module]:
-    # Reading an attribute of `transformers` itself imports a file, which fails where transformers is broken.
+    # Do not read an attribute of `transformers` itself: that imports a file, which fails if transformers is broken.
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
         return []

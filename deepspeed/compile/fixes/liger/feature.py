@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps those of Liger's kernels out of graphs that compiled code calls wrongly.
 
-Such a kernel runs as it does without torch.compile. What is around it stays compiled, and so do Liger's other kernels.
+Such a kernel runs as without torch.compile. The code around it and Liger's other kernels stay compiled.
 """
 
 import functools
@@ -15,8 +15,8 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.messages import warn
 
 # The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
-# Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or memory of
-# others is read. test_liger.py fails if that was mended. The fused loss of a model was wrong in some steps.
+# Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or kernels read
+# foreign memory. test_liger.py fails once that is fixed. The fused loss of a model was wrong in some steps.
 _FUNCTIONS = (
     ("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
     ("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
@@ -47,7 +47,7 @@ def _keep_out(file, name):
         return
     forward = function.forward
 
-    # Dynamo breaks the graph at a call of the function, and compiles nothing of what the call runs.
+    # Dynamo breaks the graph at a call of the function, and compiles nothing within the call.
     @torch.compiler.disable(reason="it computes wrong numbers in graphs")
     @functools.wraps(forward)
     def outside(*args):

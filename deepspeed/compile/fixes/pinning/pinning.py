@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is raised when host memory cannot be pinned, and the end of engines, which asks what is pinned."""
+"""The error when host memory cannot be pinned, and the end of engines, which checks what is pinned."""
 
 import contextlib
 import traceback
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def explained_pinning(engine: "DeepSpeedEngine") -> Iterator[None]:
-    """Context in which an engine makes its optimizer. An error while host memory is pinned is raised with a remedy.
+    """Context in which an engine makes its optimizer. Adds a remedy to errors while host memory is pinned.
 
     Raises:
         RuntimeError: if the memory could not be pinned. The message says how much.
@@ -40,8 +40,9 @@ def destroy_collected(engine: "DeepSpeedEngine") -> None:
     """Called when Python collects an engine, for example while another one compiles within FakeTensorMode.
 
     DeepSpeed asks each tensor of the optimizer's states whether it is pinned. That mode raises an error for each,
-    which prints the tensor. Nothing public leaves modes, and a thread could wait for a lock that this one holds.
+    which prints the tensor. Torch has no public way to leave modes, and another thread could wait for a lock that this
+    thread holds.
     """
-    # The private function imports a part of the compiler, which only open modes have imported.
+    # Without an open mode, do not call the private function, which imports a part of the compiler.
     with _disable_current_modes() if is_in_torch_dispatch_mode() else contextlib.nullcontext():
         engine.destroy()

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps learning-rate schedulers right that were made before the engine.
+"""Corrects learning-rate schedulers that were made before the engine.
 
 DeepSpeed removes parameter groups without parameters from an optimizer. Trainers make such groups: under LoRA, for
 example, no parameter is free of weight decay. A scheduler that was made before pairs its lists with the groups by
@@ -25,7 +25,7 @@ _KINDS = (LRScheduler, *(getattr(lr_schedules, name) for name in lr_schedules.VA
 # The lists of these schedulers with an entry for each parameter group. Other lists may be as long by chance.
 _LISTS = (
     *("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums"),
-    # Of DeepSpeed's own schedulers.
+    # The lists of DeepSpeed's own schedulers.
     *("min_lr", "delta_lrs", "org_lrs", "min_moms", "max_moms"),
 )
 
@@ -59,12 +59,12 @@ def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
 
 
 def _schedulers_of(optimizer: Optimizer, given: Any, groups: int) -> Iterator[Any]:
-    # DeepSpeed calls what it was given if it can, later, to make a scheduler for the groups that are left.
+    # If the given object is callable, DeepSpeed calls it later to make a scheduler for the groups that are left.
     if given is not None and not callable(given) and not isinstance(given, _KINDS):
         yield given
-    # The engine knows only the scheduler that deepspeed.initialize() was given. Accelerate gives it none of torch's,
-    # and a scheduler may be made of others. No optimizer knows its schedulers, so ask Python for all objects, which
-    # are those that are not behind gc.freeze().
+    # The engine knows only the scheduler that deepspeed.initialize() was given. Accelerate passes none of torch's
+    # schedulers, and a scheduler may contain others. No optimizer knows its schedulers, so search all objects of
+    # Python, except those that gc.freeze() hides.
     for value in (given, *gc.get_objects()):
         if issubclass(type(value), _KINDS):
             if getattr(value, "optimizer", None) is optimizer:

@@ -19,7 +19,8 @@ EDITS = (
         "        for n, p in subclasses.to_broadcast(self.module):\n"
         "            # Broadcast the model for different parameters\n",
     ),
-    # The functions of this file leave tensors on the host. torch cannot call one for a tensor that is made of others.
+    # The functions of this file leave tensors on the host. Torch cannot call them for a tensor that wraps other
+    # tensors.
     (
         "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",
         "load()",

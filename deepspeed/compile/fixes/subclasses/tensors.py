@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that have memory: each tensor itself, or else those of which it is made."""
+    """Yields the tensors that have memory: each tensor itself, or the tensors that it wraps."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -19,6 +19,6 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``DTensor``. Does not import what defines these, which takes a quarter of DeepSpeed's import."""
+    """Whether a tensor is a ``DTensor``. Does not import its module, which takes a quarter of DeepSpeed's import."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Timeouts of process groups: a rank that waits for one that has died should learn it when the user has said."""
+"""Timeouts of process groups: a rank that waits for a dead rank must raise after the user's timeout."""
 
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def shorten_timeouts(engine: "DeepSpeedEngine") -> None:
     """Called at the end of ``deepspeed.initialize()``, when no option was refused.
 
-    Shortens the timeout of the process groups of an optimizer of ZeRO-1/2 under DeepCompile to that of the world's.
-    DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
-    given to ``init_distributed()``. A timeout that is already shorter stays as it is.
+    Shortens the timeout of the ZeRO-1/2 optimizer's process groups under DeepCompile to the timeout of the world's
+    group. DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the
+    timeout given to ``init_distributed()``. A shorter timeout stays as it is.
     """
     optimizer = engine.optimizer
     # The passes of AutoSP and AutoTP are DeepSpeed's own.

@@ -1,29 +1,29 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Will it fit? What a model needs on each GPU, before one is rented.
+"""Will it fit? Estimates the memory that a model needs on each GPU.
 
 ::
 
     python -m deepspeed.compile.fits --model Qwen/Qwen3-8B --gpus 8 --memory 80 --sequence 4096
 
-It needs no GPU, no weights, and no network beyond what transformers asks for a name. The files, each of which imports
-only from those above it:
+It needs no GPU and no weights. Only transformers uses the network, to find a model by its name. The files, each of
+which imports only from those above it:
 
 =================  ==================================================================================
-modes.py           what is asked, and the modes that are compared
+modes.py           the user's question, and the modes that are compared
 configuration.py   reads a DeepSpeed configuration
 liveness.py        the memory of a compiled graph at each moment
 graphs.py          traces a function as training compiles it
 head.py            whether a loss is in chunks or has a graph of its own, and its memory
 activations.py     runs a model without memory, with the memory of its graphs
-gradients.py       what the reducer holds of gradients, and the layout of partitions
-fsdp2.py           what FSDP2 holds, by its published scheme
+gradients.py       the gradients that the reducer holds, and the layout of partitions
+fsdp2.py           the memory of FSDP2, by its published scheme
 sources.py         makes a model and a batch
 estimate.py        adds up
 __main__.py        the command
 =================  ==================================================================================
 
-``python -m benchmarks.fits`` compares what is estimated with what was measured.
+``python -m benchmarks.fits`` compares estimates with measurements.
 """
 
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
@@ -53,18 +53,18 @@ def fits(
     say: Callable[[str], None] = lambda sentence: None,
     **question: Any,
 ) -> "Answer":
-    """Estimates what a model needs in each mode.
+    """Estimates the memory that a model needs in each mode.
 
     Args:
         make_model: makes the model, as tensors without memory.
         config: a DeepSpeed configuration, which becomes a mode of its own.
-        checkpoint: whether that mode computes each block again in the backward.
-        modes: those to estimate, by default all that have a meaning.
-        say: is told what is being done.
+        checkpoint: whether the configuration's mode computes each block again in the backward.
+        modes: the modes to estimate, by default all that have a meaning.
+        say: a function that gets a sentence about each step of the work.
         question: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
 
     Raises:
-        ValueError: if the model cannot be made, or if what is asked is not estimated.
+        ValueError: if the model cannot be made, or if the question has an option that is not estimated.
     """
     from .estimate import fits_of
     from .modes import Question

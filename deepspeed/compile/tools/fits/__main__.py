@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells whether a model fits on GPUs, in which mode, and what the peak is made of."""
+"""Estimates whether a model fits on GPUs, in which mode, and what the peak is made of."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ import sys
 from typing import Any, Dict, List, Optional
 
 PROGRAM = "python -m deepspeed.compile.fits"
-# What a configuration needs for a dtype.
+# The section of a configuration for a dtype.
 WRITTEN = {"bfloat16": '"bf16": {"enabled": true}', "float16": '"fp16": {"enabled": true}'}
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a forward and a backward of a model on tensors without memory, and notes what memory they would have.
+"""Runs a forward and a backward of a model on tensors without memory, and counts the memory that they would have.
 
 The model runs as its own code says, with all that checkpointing and tied weights do to it. Only what training compiles
 is traced, once for each class of blocks and for the module around them, and stands there with the memory of its graphs
@@ -30,13 +30,13 @@ from .liveness import bytes_of
 
 
 class Moment(NamedTuple):
-    """A part of a step, in bytes of what the model's code and graphs hold; parameters and gradients are left out.
+    """A part of a step. Bytes that the model's code and graphs hold, without parameters and gradients.
 
     Attributes:
-        most: the most within it.
-        after: at its end.
+        most: the most bytes within the moment.
+        after: bytes at its end.
         gradient: the name of the parameter whose gradient is complete at its end, or None.
-        block: the number of the block that runs in it, or None.
+        block: the number of the block that runs in the moment, or None.
     """
 
     most: int
@@ -58,7 +58,7 @@ class Activations(NamedTuple):
     inputs: int
 
 
-# Stands for a tensor among what a block returns.
+# Stands for a tensor among the results of a block.
 _TENSOR = object()
 
 
@@ -89,7 +89,7 @@ class Memory(TorchDispatchMode):
         self.note(0)
 
     def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Leaves these tensors out, which were there before."""
+        """Does not count these tensors, which existed before."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._known[storage._cdata] = weakref.ref(storage)
@@ -106,23 +106,23 @@ class Memory(TorchDispatchMode):
         self.live += size
 
     def note(self, more: int) -> None:
-        """Notes that there are ``more`` bytes now than all tensors have."""
+        """Notes ``more`` bytes beyond those of all tensors."""
         self._most = max(self._most, self.live + more)
 
     def end_moment(self, gradient: Optional[str], more: int = 0, block: Optional[int] = None) -> None:
-        """Ends a moment, at whose end there are ``more`` bytes than all tensors have."""
+        """Ends a moment with ``more`` bytes beyond those of all tensors."""
         self.moments.append(Moment(self._most, self.live + more, gradient, block))
         self._most = self.live + more
 
     def take_moments(self) -> List[Moment]:
-        """Ends a moment, and returns those since the last call."""
+        """Ends a moment, and returns the moments since the last call."""
         self.end_moment(None)
         moments, self.moments = self.moments, []
         return moments
 
 
 class _Compiled(torch.autograd.Function):
-    """Stands for a compiled graph: makes what it returns and keeps, and notes what it has within."""
+    """Stands for a compiled graph: makes the graph's results and saved tensors, and notes its temporaries."""
 
     @staticmethod
     def forward(ctx, memory, graphs, names, block, *tensors):
@@ -135,12 +135,12 @@ class _Compiled(torch.autograd.Function):
         kept = []
         for saved in graphs.saved:
             if saved.input is not None:
-                # A parameter, in whichever shape, is there anyway.
+                # A parameter, in any shape, exists anyway.
                 kept += [tensors[saved.input]] if saved.input >= count else []
             elif saved.output is not None:
                 kept.append(results[saved.output])
             elif saved.value is not None and saved.memory not in made:
-                # Inductor may keep it in memory that holds more than the tensor.
+                # Inductor may keep a tensor in memory that holds more than the tensor.
                 made[saved.memory] = torch.empty(saved.bytes, dtype=torch.uint8)
         ctx.save_for_backward(*kept, *made.values())
         ctx.memory, ctx.graphs, ctx.names, ctx.block = memory, graphs, names, block
@@ -160,7 +160,7 @@ class _Compiled(torch.autograd.Function):
             name = None if moment.gradient is None else ctx.names[moment.gradient]
             memory.end_moment(name, moment.after, ctx.block)
         del tensors
-        # The graph has dropped what it kept, and autograd drops the tensors that stand for it after this function.
+        # The graph has dropped its saved tensors, but autograd drops their stand-ins only after this function.
         with memory.without(sum(saved.bytes for saved in graphs.saved)):
             gradients = [gradient if gradient is None else _like(gradient) for gradient in graphs.gradients[count:]]
         return None, None, None, None, *[None] * count, *gradients
@@ -176,7 +176,7 @@ class Run:
     Args:
         model: the model.
         blocks: the modules that have graphs of their own.
-        say: is told what is being done.
+        say: a function that gets a sentence about each step of the work.
     """
 
     def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None]):
@@ -231,7 +231,7 @@ class Run:
         return Activations(forward, backward, sum(map(bytes_of, batch.values())))
 
     def _gradient_of_autograd(self, parameter):
-        # A graph has given its gradient to the reducer, and autograd gets none.
+        # A graph gives its gradients to the reducer, and autograd gets none.
         if parameter.grad is not None:
             self._memory.end_moment(self._names[id(parameter)], -bytes_of(parameter.grad))
             parameter.grad = None
@@ -239,14 +239,14 @@ class Run:
     def _stand_in(self, number, block, checkpoint):
         forward = block.forward
         held = _held([block])
-        # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
+        # If a layer's forward checkpoints, the checkpointed function is compiled, and not the forward around it.
         checkpoints = getattr(block, CHECKPOINT, None) is not None and checkpoints_what_it_decorates(
             forward_of(type(block))
         )
 
         def run(*args, **kwargs):
             if checkpoint:
-                # As transformers does, which by default keeps the generator's state too.
+                # Transformers also keeps the generator's state by default.
                 run_again = functools.partial(run_compiled, **kwargs)
                 return torch.utils.checkpoint.checkpoint(run_again, *args, use_reentrant=False)
             if checkpoints and block.gradient_checkpointing and block.training:
@@ -287,7 +287,7 @@ class Run:
 
     def _trace(self, function, parameters, tensors, is_cut):
         with _uncounted(parameters):
-            # What stands on both sides of a cut is kept, whatever the budget is.
+            # Values on both sides of a cut are kept, whatever the budget is.
             return trace(function, parameters, tensors, None if is_cut else self._budget, is_cut)
 
     def _apply(self, graphs, parameters, tensors, block=None):
@@ -295,7 +295,8 @@ class Run:
         return _Compiled.apply(self._memory, graphs, names, block, *parameters, *tensors)
 
     def _around(self, batch, loss_of, chunked_loss, own_loss):
-        """Runs the model: what calls its blocks as it is, and what is around that as a graph. Returns the loss."""
+        """Runs the model: the modules that call blocks uncompiled, and the code around them as a graph. Returns the
+        loss."""
         model = self._model
         parents = parents_of(model, self.blocks)
         outputs: List[Any] = []
@@ -306,7 +307,7 @@ class Run:
                     stack.enter_context(patch.object(parent, "forward", noted))
                 model(**batch)
             if any(parent is model for parent in parents):
-                # All around the blocks runs as it is.
+                # All code around the blocks runs uncompiled.
                 return loss_of(outputs.pop())
         held = _held(modules_outside(model, self.blocks), recurse=False)
         leaves, spec = pytree.tree_flatten((outputs, batch))
@@ -351,7 +352,7 @@ class Run:
 
 
 class Untraceable(Exception):
-    """Why a model cannot be traced."""
+    """The reason why a model cannot be traced."""
 
 
 class _Enough(Exception):
@@ -386,7 +387,7 @@ def _noted(forward, outputs, number):
 
 @contextlib.contextmanager
 def _uncounted(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context for what makes tensors that no training makes."""
+    """Context of code that makes tensors which a training would not make."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     mode = next(tensor.fake_mode for tensor in tensors if hasattr(tensor, "fake_mode"))
@@ -402,14 +403,14 @@ def _held(modules, recurse=True):
 
 
 def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
-    """Returns a context in which a module has the first of ``tensors`` for what it holds."""
+    """Returns a context in which the first of ``tensors`` replace the module's parameters and buffers."""
     every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     given = {id(holder): tensor for holder, tensor in zip(held, tensors)}
     return _reparametrize_module(module, {name: given[id(tensor)] for name, tensor in every if id(tensor) in given})
 
 
 def _key(module, parameters, tensors, others, budget):
-    """Returns what modules have in common that share a graph."""
+    """Returns a key that is equal for modules that share a graph."""
     shapes = [
         (parameter.shape, parameter.stride(), parameter.dtype, parameter.requires_grad)
         for parameter in (*parameters, *tensors)

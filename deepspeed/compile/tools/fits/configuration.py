@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a DeepSpeed configuration as the engine does, and refuses what is not estimated."""
+"""Reads a DeepSpeed configuration as the engine does, and refuses options that are not estimated."""
 
 import dataclasses
 from typing import Any, Dict, List, Tuple
@@ -37,16 +37,15 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     """Reads a configuration.
 
     Args:
-        config: of DeepSpeed. What it leaves to transformers' Trainer ("auto") is as the question says, or DeepSpeed's
-            default.
-        question: what is asked. Its micro-batch and accumulation go before those of the configuration.
+        config: the configuration of DeepSpeed. An option "auto" has the question's value, or DeepSpeed's default.
+        question: the user's question. Its micro-batch and accumulation override the configuration's.
         checkpoint: whether every block is computed again in the backward.
 
     Returns:
-        The mode of the configuration, the question as it completes it, and sentences on what it left open.
+        The mode of the configuration, the question that it completes, and sentences on options that it left open.
 
     Raises:
-        ValueError: if DeepSpeed refuses the configuration, or if it asks for what is not estimated.
+        ValueError: if DeepSpeed refuses the configuration, or if it has an option that is not estimated.
     """
     automatic: List[str] = []
     config = _decided(config, "", automatic)
@@ -119,7 +118,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
 
 
 def _said(error: Exception) -> str:
-    """Returns what an error says, in one line."""
+    """Returns the text of an error, in one line."""
     if isinstance(error, ValidationError):
         fields = ((".".join(map(str, field["loc"])), field["msg"]) for field in error.errors())
         return ", ".join(f"{name}: {message}" for name, message in fields)
@@ -127,7 +126,7 @@ def _said(error: Exception) -> str:
 
 
 def _decided(section: Dict[str, Any], place: str, automatic: List[str]) -> Dict[str, Any]:
-    """Returns a section without what is "auto", whose names are added to ``automatic``."""
+    """Returns a section without its options "auto", whose names are added to ``automatic``."""
     automatic += [f"{place}{name}" for name, value in section.items() if value == "auto"]
     return {
         name: _decided(value, f"{place}{name}.", automatic) if isinstance(value, dict) else value

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Adds up what a rank holds at the peak of each phase, for each mode."""
+"""Adds up a rank's memory at the peak of each phase, for each mode."""
 
 import contextlib
 import dataclasses
@@ -28,32 +28,32 @@ from .gradients import Sent, gathered_in_step, layout_of, send
 from .modes import Mode, Question, modes_for
 
 GIB = 2**30
-_FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of what is kept of one beside a bf16 parameter
-# cuBLAS's and cuBLASLt's on an H100 or H200, which torch's allocator gives out: benchmarks/fits.py has runs at rest.
+_FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of its remainder
+# Workspaces of cuBLAS and cuBLASLt on an H100 or H200, in torch's allocator: benchmarks/fits.py has runs at rest.
 WORKSPACES = 2**26
-# The part of a GPU's memory, as it is sold in GB, that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
+# The part of a GPU's nominal memory in GB that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
 SHOWN = 0.985
-# In GiB, what a process takes of a GPU outside of torch's allocator, the most that was measured on H200s (2026-11-27):
+# GiB of a GPU that a process takes outside of torch's allocator, the most that was measured on H200s (2026-11-27):
 # 1.30 to 1.81 alone, by `benchmarks.fits_here`, and 2.05 to 2.52 with NCCL between 2 GPUs, by `benchmarks.compare`.
 # NCCL between more GPUs may take more.
 CONTEXT, NCCL = 1.81, 0.71
-# What the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's tables, which
-# are of GPUs with memory to spare. Short of memory it may reserve less, and nobody has measured how much less.
+# The memory that the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's
+# tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
 RESERVED = {"fork": 0.23, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
 
 
 class Row(NamedTuple):
-    """What a mode needs on the rank that needs the most, in bytes.
+    """The memory of a mode on the rank that needs the most, in bytes.
 
     Attributes:
         mode: the mode.
-        line: what to write for it.
-        at_rest: between two steps.
-        forward, backward, step: the peaks of the phases; None where the model could not be traced.
-        peak, phase: the highest of them, and which one it is.
+        line: the lines to write for the mode.
+        at_rest: bytes between two steps.
+        forward, backward, step: the peaks of the phases; None if the model could not be traced.
+        peak, phase: the highest peak, and its phase.
         rank: the rank with the highest peak.
-        parts: what the peak is made of.
+        parts: the parts of the peak: name -> bytes.
     """
 
     mode: Mode
@@ -72,12 +72,12 @@ class Answer(NamedTuple):
     """Whether a model fits.
 
     Attributes:
-        model: its class.
-        elements, trained: of its parameters, and of those that are trained.
-        question: what was asked, completed.
-        rows: the modes: that of the configuration first, then by their pace, and of equal ones by their peak.
+        model: the model's class.
+        elements, trained: elements of all parameters, and of the trained parameters.
+        question: the completed question.
+        rows: the rows of the modes: the configuration's first, then by pace, then by peak.
         first: the row of the configuration, or of the first mode.
-        notes: what could not be estimated, and why.
+        notes: sentences that say what could not be estimated, and why.
     """
 
     model: str
@@ -94,7 +94,7 @@ class Answer(NamedTuple):
         return _left_out(self.question)
 
     def spare(self, row: Row) -> float:
-        """Returns how many GiB the peak of a mode leaves, or lacks."""
+        """Returns the GiB that the peak of a mode leaves, negative if it does not fit."""
         return _room(self.question) - row.peak / GIB
 
     def verdict(self, row: Row) -> str:
@@ -120,18 +120,18 @@ def _room(question):
 
 
 class Subject:
-    """A model as tensors without memory, and what is known of it.
+    """A model as tensors without memory, and its properties.
 
     Args:
-        make_model: makes it.
-        question: what is asked. Its dtype is not None.
-        say: is told what is being done.
+        make_model: makes the model.
+        question: the user's question. Its dtype is not None.
+        say: a function that gets a sentence about each step of the work.
 
     Attributes:
         blocks: the blocks that have graphs of their own.
-        why_whole: why there are none, or "".
-        repeated: the blocks for modes that need some.
-        untraceable: why the model could not be traced.
+        why_whole: the reason why there are none, or "".
+        repeated: the blocks for modes that need blocks.
+        untraceable: the reasons why the model could not be traced.
         without_adapters: the classes of modules with matrices that have no adapter.
     """
 
@@ -188,7 +188,7 @@ class Subject:
         large = large_outside(outside, self.model, self.repeated) if self.repeated else []
         first, after = read_times(large, self.model, self.repeated)
         last = {*after, *large}.difference({*first}.difference(after))
-        # What is read before blocks, of each block, and what is read after them.
+        # Parameters that are read before the blocks, those of each block, and those that are read after the blocks.
         of_units = [first, *trained, last]
         self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in of_units]
         self.untraceable: Dict[Tuple, str] = {}
@@ -196,11 +196,11 @@ class Subject:
         self._activations: Dict[Tuple, Activations] = {}
 
     def of(self, by_blocks: bool) -> List[Module]:
-        """Returns the blocks of modes that need some, or of others."""
+        """Returns the blocks of modes that need blocks, or of the other modes."""
         return self.repeated if by_blocks else self.blocks
 
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
-        """Returns those of a mode, which are estimated once, or None if the model cannot be traced."""
+        """Returns the activations of a mode, computed once, or None if the model cannot be traced."""
         by_blocks = mode.by_blocks and not self.blocks
         key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
         if key in self._activations or key in self.untraceable:
@@ -218,10 +218,11 @@ class Subject:
         return self._activations.get(key)
 
     def units(self, ranks: int) -> List[fsdp2.Unit]:
-        """Returns what FSDP2 gathers together, in the order of the forward.
+        """Returns FSDP2's units in the order of the forward: parameters before the blocks, each block, and parameters
+        after the blocks.
 
-        That is what is before the blocks, each block, and what is behind them. Tied weights are used before and
-        behind, so then both are one unit, the root's, which is whole from the forward to the end of the backward.
+        Tied weights are used before and after, so then both are one unit, the root's, which is unsharded from the
+        forward to the end of the backward.
         """
         every = [*self.model.named_parameters(remove_duplicate=False)]
         is_tied = len({id(parameter) for _, parameter in every}) < len(every)
@@ -249,7 +250,7 @@ def _bytes_of(tensor):
 
 
 def _is_own(error):
-    """Whether an error is a mistake of this folder, and not what a model's code or the compiler says of the model."""
+    """Whether an error is a mistake of this folder, and not an error of the model's code or the compiler."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     says = isinstance(error, (sources.Unusable, Untraceable)) or frame.name == "__torch_dispatch__"
     return os.path.dirname(frame.filename) == os.path.dirname(__file__) and not says
@@ -257,7 +258,7 @@ def _is_own(error):
 
 @contextlib.contextmanager
 def _without_logs():
-    """Context in which torch does not log the errors of a model that it cannot trace, which the answer has."""
+    """Context in which torch does not log the errors of a model that it cannot trace: the answer has them."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -274,7 +275,7 @@ def fits_of(
     modes: Optional[Sequence[Mode]],
     say: Callable[[str], None],
 ) -> Answer:
-    """Returns what :func:`deepspeed.compile.tools.fits.fits` returns."""
+    """Computes :func:`deepspeed.compile.tools.fits.fits`."""
     given, notes = [], []
     if config is not None:
         mode, question, notes = configuration.apply(config, question, checkpoint)
@@ -303,8 +304,8 @@ def fits_of(
     if subject.without_adapters:
         notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
     found = [row_of(subject, mode, question) for mode in (*given, *modes)]
-    # Where no block can be kept, the mode without the option says all, and so it does where an option of activations
-    # lowers no peak.
+    # Leave out a mode that keeps no block, or whose option of activations lowers no peak: the mode without the option
+    # has the same numbers.
     plain = {_without_options(row.mode): row.peak for row in found if row is not None and _is_plain(row.mode)}
     rows = [
         row for row in found if row is not None and (row is found[0] or (row.mode.keep != 0 and _gains(row, plain)))
@@ -337,7 +338,7 @@ def _gains(row, plain):
 
 
 def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
-    """Returns what a mode needs, or None of FSDP2 where the model cannot be traced."""
+    """Returns the row of a mode, or None for FSDP2 if the model cannot be traced."""
     activations = subject.activations(mode, question)
     if mode.system == "fsdp2":
         return None if activations is None else _of_fsdp2(subject, mode, activations, question)
@@ -381,9 +382,9 @@ def _line_of(subject, mode):
 
 
 def _parameters(subject, mode, ranks, rank):
-    """Returns the bytes of parameters that are always on a rank, and those that must be gathered.
+    """Returns the bytes of parameters that are always on a rank, and a list of bytes that must be gathered.
 
-    The latter are of what is read before blocks, of each block, and of what is read after them.
+    The list has parameters that are read before the blocks, those of each block, and those read after the blocks.
     """
     layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
     whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
@@ -401,11 +402,11 @@ def _parameters(subject, mode, ranks, rank):
 
 
 def _gathered(away, kept, blocks, is_backward):
-    """Yields what is gathered in each moment.
+    """Yields the gathered bytes in each moment.
 
     Args:
-        away: what must be gathered, as of :func:`_parameters`; [] if nothing is.
-        kept: how many blocks, the last ones, stay whole from their forward to their backward.
+        away: the bytes to gather, from :func:`_parameters`; [] if none.
+        kept: the number of blocks, the last ones, that stay unsharded from their forward to their backward.
         blocks: the numbers of the blocks that run in the moments, or None.
         is_backward: whether the blocks are in reverse order. The backward of an embedding reads no weight.
     """
@@ -443,7 +444,7 @@ def _of_fork(subject, mode, activations, question, rank):
         subject.sent[key] = send(flat, *key)
     gradients = subject.sent[key]
     held, arrived = gradients.before, iter(gradients.arrived)
-    found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
+    found = []  # (phase, bytes of gradients, of activations, of graphs' temporaries, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
         before = 0 if phase == "forward" else activations.forward[-1].after
         sums = _gathered(away, mode.keep or 0, [moment.block for moment in moments], phase == "backward")

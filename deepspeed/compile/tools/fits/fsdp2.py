@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What FSDP2 holds, by its published scheme, for comparison.
+"""The memory of FSDP2, by its published scheme, for comparison.
 
 fp32 parameters and moments are sharded. A unit, a block or what is before or behind the blocks, is gathered in bf16
 before it computes. Its gradients are complete at the end of its backward, and are copied into the input of a
@@ -17,13 +17,13 @@ _FP32, _STATES = 4, 12  # bytes of an element: of a gradient, and of a master we
 
 
 class Unit(NamedTuple):
-    """What is gathered together.
+    """Parameters that FSDP2 gathers together.
 
     Attributes:
-        trained: names of its parameters that are trained.
-        elements: of all its parameters.
+        trained: names of the trained parameters.
+        elements: elements of all parameters.
         frozen, sharded: a rank's share of those that are frozen, and of those that are trained.
-        is_root: whether it is whole from the forward to the end of the backward.
+        is_root: whether the unit is unsharded from the forward to the end of the backward.
     """
 
     trained: Sequence[str]
@@ -56,15 +56,15 @@ def peaks_of(
     size: int,
     adds: bool = False,
 ) -> Peaks:
-    """Returns what a rank holds.
+    """Returns the bytes on a rank.
 
     Args:
-        activations: of a micro-batch.
-        units: in the order of the forward.
+        activations: the activations of a micro-batch.
+        units: the units in the order of the forward.
         sizes: name of a trained parameter -> elements.
-        reshard: whether a unit is dropped behind its forward, and gathered again for its backward.
-        size: bytes of an element of what is gathered.
-        adds: whether the rank has its share of the gradients of earlier micro-batches, to which it adds.
+        reshard: whether a unit is resharded after its forward, and unsharded again for its backward.
+        size: bytes of a gathered element.
+        adds: whether the rank holds its share of gradients of earlier micro-batches, to which it adds.
     """
     trained = [sum(sizes[name] for name in unit.trained) for unit in units]
     of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
@@ -73,8 +73,8 @@ def peaks_of(
     shares = [unit.sharded for unit in units]
     at_rest = _STATES * sum(shares) + size * sum(unit.frozen for unit in units)
     most = max(moment.most for moment in activations.forward)
-    # What was gathered last is still in the buffer of the all-gather, too. Any unit but the first, before which there
-    # are no activations, may be in use at the peak.
+    # The unit that was gathered last is also in the buffer of the all-gather. At the peak any unit may be in use but
+    # the first, before which there are no activations.
     last = max(elements[1:] or elements)
     kept = size * (root + last if reshard else sum(elements))
     forward = at_rest + most + kept + size * last
@@ -83,7 +83,7 @@ def peaks_of(
     held: Dict[int, int] = {index: 0 for index in range(len(units))}
     ends = _ends(activations.backward, of_unit, len(units))
     for index, moment in enumerate(activations.backward):
-        # The unit that computes, and the one that is gathered beside it.
+        # The unit that computes, and the unit that is gathered at the same time.
         first = max(unit - 1, 1 if root else 0)
         gathered = size * (root + sum(elements[first : unit + 1]) if reshard else sum(elements[: unit + 1]))
         backward = max(backward, sharded + gathered + sum(held.values()) + moment.most)
@@ -101,7 +101,7 @@ def peaks_of(
 def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:
     """Returns for each unit the index of the moment in which its backward ends.
 
-    That is the one with its last gradient, or of a unit without gradients the one before the next unit's first.
+    That is the moment of its last gradient. A unit without gradients ends in the moment before the next unit's first.
     """
     complete: Dict[int, List[int]] = {}
     for index, moment in enumerate(moments):

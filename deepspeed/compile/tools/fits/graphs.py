@@ -16,14 +16,14 @@ from .liveness import Life, Saved, base_of, life_of_backward, life_of_forward
 
 
 class Product(NamedTuple):
-    """A product of matrices [rows, inner] and [inner, columns], of which the second is a parameter."""
+    """A product of matrices [rows, inner] and [inner, columns]. The second matrix is a parameter."""
 
     rows: int
     inner: int
     columns: int
     element_size: int
     parameter: int  # its index among the arguments
-    values: Sequence[Any]  # of the nodes that are its result, in one shape or another
+    values: Sequence[Any]  # the values of all nodes that are its result, in any shape
 
 
 class TracedGraphs:
@@ -31,15 +31,15 @@ class TracedGraphs:
 
     Args:
         forward, backward: the graphs. Without a backward, nothing of the function is trained.
-        outputs: how many tensors the function returns.
-        parameters: how many of its arguments, the first ones, are parameters.
+        outputs: the number of tensors that the function returns.
+        parameters: the number of its arguments, the first ones, that are parameters.
         is_cut: whether training cuts the graph in two behind the largest product.
 
     Attributes:
         outputs: fake tensors like those that the function returns.
-        gradients: the same of the gradients of its arguments, or None.
+        gradients: fake tensors like the gradients of its arguments, or None.
         product: the largest product of matrices with a parameter, or None.
-        saved: what the forward keeps for the backward.
+        saved: the values that the forward keeps for the backward.
         forward, backward: the lives of the graphs.
     """
 
@@ -85,7 +85,7 @@ def trace(
     found: Dict[str, GraphModule] = {}
 
     def split(joint: GraphModule, inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
-        # As torch's Inductor does before it splits a graph.
+        # Inductor does the same before it splits a graph.
         with V.set_fake_mode(detect_fake_mode(inputs)):
             joint_graph_passes(joint)
         found["forward"], found["backward"] = split_joint(joint, inputs, budget, compiler="inductor", **kwargs)
@@ -103,7 +103,7 @@ def trace(
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
-    # In place of the hooks of checkpointing, which would take the traced function for a part of the block.
+    # Replace the hooks of checkpointing, which would take the traced function for a part of the block.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
         results = compiled(*map(_alike, (*parameters, *inputs)))
     return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters), is_cut)

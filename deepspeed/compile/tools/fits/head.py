@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a head and its loss as the part ``loss`` has them: in chunks, or in graphs of their own.
+"""The memory of a head and its loss in the form that the part ``loss`` gives them: in chunks, or in their own graphs.
 
 The part itself decides which, of the graph of what is around the blocks.
 """
@@ -25,12 +25,12 @@ _FP32 = 4
 
 
 class Form(NamedTuple):
-    """What training makes of a head and its loss.
+    """The form of a head and its loss in training.
 
     Attributes:
         is_chunked: whether the loss is computed in chunks.
         is_cut: whether the loss has a graph of its own.
-        unused: bytes of zeros that autograd passes for what the model returns beside the loss, if the graph is whole.
+        unused: bytes of zeros that autograd passes for other results than the loss, if the graph is not cut.
     """
 
     is_chunked: bool = False
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down which functions of torch are called, as the graph that Dynamo would make of them."""
+    """Records calls of torch's functions as the graph that Dynamo would make of them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         super().__init__()
@@ -101,16 +101,16 @@ def form_of(
     tensors: Sequence[torch.Tensor],
     chunked_loss: Optional[bool],
 ) -> Form:
-    """Asks the part ``loss`` what it makes of the head and the loss of a model.
+    """Asks the part ``loss`` for the form of a model's head and loss.
 
     Args:
-        call: what is around the blocks: takes parameters and other tensors, and returns what the model returns.
-        loss_of: returns the loss of that.
+        call: the code around the blocks: takes parameters and other tensors, and returns the model's results.
+        loss_of: returns the loss of these results.
         parameters, tensors: fake tensors.
         chunked_loss: ``compile.chunked_loss``.
     """
-    # Nodes of a graph refer to each other, and so keep the tensors that they stand for until Python collects garbage:
-    # let these not be those whose memory is counted.
+    # Copy the tensors: nodes of a graph refer to each other, and would keep the counted tensors until Python collects
+    # garbage.
     tensors = [torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
     recorder = _Recorder((*parameters, *tensors))
     with recorder:
@@ -118,7 +118,7 @@ def form_of(
         loss = loss_of(result)
     returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not any(tensor is loss for tensor in returned):
-        # The caller makes the loss of what the model returns.
+        # The caller computes the loss from the model's results.
         return Form()
     gm = recorder.finish(returned)
     trained = ParameterNumbers(0, [parameter for parameter in parameters if parameter.requires_grad])
@@ -130,14 +130,14 @@ def form_of(
 
 
 def with_form(graphs: TracedGraphs, form: Form) -> TracedGraphs:
-    """Gives the graphs around the blocks the backward that training has."""
+    """Gives the graphs around the blocks the backward of a training."""
     if not graphs.backward or not (form.is_chunked or form.unused):
         return graphs
     graphs = copy.copy(graphs)
     if form.is_chunked:
         graphs.backward = _in_chunks(graphs)
     else:
-        # Autograd passes zeros for the gradients of what the caller does not use.
+        # Autograd passes zeros for the gradients of unused results.
         graphs.backward = [
             moment._replace(most=moment.most + form.unused, after=moment.after + form.unused)
             for moment in graphs.backward

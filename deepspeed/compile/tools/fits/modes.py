@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked, and the modes that are compared: their lines of a configuration, and what they change of the sums."""
+"""The user's question, and the modes that are compared, with their lines of a configuration."""
 
 import dataclasses
 import json
@@ -10,24 +10,25 @@ import torch
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-# Of anything that is asked.
+# The largest number that a question may have.
 MOST = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is to fit, and where.
+    """The training that has to fit, and the GPUs.
 
     Attributes:
-        gpus: how many train the model, with data in parallel.
-        memory: of each GPU, as it is sold: GB of an H100, which torch shows as 79.1 GiB of 80.
+        gpus: the number of GPUs, which train with data parallelism.
+        memory: the nominal memory of each GPU in GB: 80 for an H100, of which torch shows 79.1 GiB.
         sequence: tokens of a sequence. None: 4096, or as many as the model has positions.
-        micro_batch: sequences of a micro-batch. None: what the configuration says, or 1.
-        accumulation: micro-batches of a step. None: what the configuration says, or 1.
-        lora: the rank of adapters at all linear layers of the blocks; None: all is trained that the model trains.
+        micro_batch: sequences of a micro-batch. None: the configuration's number, or 1.
+        accumulation: micro-batches of a step. None: the configuration's number, or 1.
+        lora: the rank of adapters at all linear layers of the blocks; None: no adapters.
         batch: returns the model's arguments for (micro_batch, sequence); by default token ids or images, as the
             model's configuration says.
-        dtype: of parameters and activations. None: what the configuration says, or bf16. Masters and moments are fp32.
+        dtype: the dtype of parameters and activations. None: the configuration's, or bf16. Masters and moments are
+            fp32.
         bucket: ``reduce_bucket_size``.
         overlap: whether buckets travel while the backward goes on.
         regional: ``compile.regional_compilation``.
@@ -60,8 +61,8 @@ class Mode:
     """One way to train.
 
     Attributes:
-        name: for the table.
-        pace: the time of a step, as a multiple of the plain one, to the next tenth: docs/performance.md and
+        name: the name in the table.
+        pace: the time of a step as a multiple of the plain mode's, rounded to a tenth: docs/performance.md and
             docs/what_people_train_with.md have the measurements.
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
@@ -72,7 +73,7 @@ class Mode:
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
         reshard: FSDP2's ``reshard_after_forward``.
-        stage: of ZeRO. FSDP2 with 2 reduces gradients in each micro-batch, as it does by itself.
+        stage: the stage of ZeRO. With 2, FSDP2 reduces gradients in each micro-batch, which is its default.
     """
 
     name: str
@@ -92,23 +93,23 @@ class Mode:
 
     @property
     def by_blocks(self) -> bool:
-        """Whether the mode needs blocks, so that the engine makes some where it would compile the model as a whole."""
+        """Whether the mode needs blocks, even if the engine would otherwise compile the model as a whole."""
         needs = self.checkpoint or self.shard_parameters is not None or self.overlap_gather
         return needs or self.system == "fsdp2"
 
     @property
     def of_activations(self) -> Tuple:
-        """What the activations depend on, beside the blocks."""
-        # FSDP2's users compute the loss of logits that the model returns.
+        """The options on which the activations depend, apart from the blocks."""
+        # FSDP2's users compute the loss from the logits that the model returns.
         own_loss = self.system == "fsdp2"
         return self.checkpoint, self.budget, False if own_loss else self.chunked_loss, own_loss
 
     def lines(self, enables: bool, is_whole: bool) -> str:
-        """Returns what to write.
+        """Returns the lines to write.
 
         Args:
             enables: whether the model has transformers' ``gradient_checkpointing_enable()``.
-            is_whole: whether the model would be compiled as a whole, unless the configuration asks for blocks.
+            is_whole: whether the model would be compiled as a whole by default.
         """
         options: Dict[str, Any] = {
             "deepcompile": True,

@@ -20,7 +20,7 @@ class Unusable(ValueError):
 
 
 def reason(error: BaseException) -> str:
-    """Returns the first sentence of what an error says, in one line, or the error's class if it says nothing."""
+    """Returns the first sentence of an error's text, in one line, or the error's class if the text is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     while lines[0].endswith(":") and len(lines) > 1:
         lines[:2] = [" ".join(lines[:2])]
@@ -29,7 +29,7 @@ def reason(error: BaseException) -> str:
 
 
 def named(source: str) -> Callable[[], Module]:
-    """Returns what makes a model.
+    """Returns a function that makes a model.
 
     Args:
         source: ``module:function``, a folder, a ``config.json``, or the name of a model of transformers' hub.
@@ -55,7 +55,7 @@ def _of_function(module, function):
             f"{module} cannot be imported ({reason(error)}); name a module of this folder or of PYTHONPATH"
         ) from error
     finally:
-        # By its name: the module may have put folders of its own before it, or have taken it away.
+        # Remove the folder by its name: the module may have put folders before it, or have removed it.
         if adds and folder in sys.path:
             sys.path.remove(folder)
     if not callable(found):
@@ -85,11 +85,11 @@ def _of_transformers(source):
     kind = next((kind for kind in kinds if kind is not None), None)
 
     def make() -> Module:
-        # As the fork trains: without a cache, and with torch's attention.
+        # The fork trains without a cache, and with torch's attention.
         text = config.get_text_config()
         text.use_cache = False
         of = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
-        # Some classes have no other attention than their own.
+        # Some classes have only their own attention.
         for attention in ("sdpa", "eager"):
             config._attn_implementation = attention
             try:
@@ -110,7 +110,7 @@ def takes_images(model: Module) -> bool:
 
 
 def tokens_for(model: Module, wanted: Optional[int]) -> int:
-    """Returns the tokens of a sequence: those that are wanted, or at most 4096.
+    """Returns the tokens of a sequence: the wanted number, or at most 4096.
 
     Raises:
         Unusable: if the model has an embedding of fewer positions.
@@ -118,9 +118,9 @@ def tokens_for(model: Module, wanted: Optional[int]) -> int:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
-    # Some models say -1, which is no limit.
+    # Some models have -1, which is no limit.
     positions = positions if positions > 0 else sys.maxsize
-    # Some models put two rows before the positions. Rotary positions have no rows.
+    # Some models have two rows before those of the positions. Rotary positions have no rows.
     rows = {module.num_embeddings for module in model.modules() if isinstance(module, Embedding)}
     if wanted is not None and wanted > positions and rows & {positions, positions + 2}:
         raise Unusable(f"{type(model).__name__} has {positions} positions; ask for a sequence of at most so many")
@@ -128,7 +128,7 @@ def tokens_for(model: Module, wanted: Optional[int]) -> int:
 
 
 def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Tensor]:
-    """Returns the arguments with which a model is trained.
+    """Returns arguments of a model in training.
 
     Args:
         model: a model of token ids or of images.
@@ -155,7 +155,7 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
     names = list(inspect.signature(model.forward).parameters)
     if not names:
         raise _takes(model, "no tokens")
-    # A model of one's own may call its tokens otherwise, and make its loss of them.
+    # A custom model may have another name for its tokens, and compute its loss from them.
     first = name if name in names else names[0]
     of_rows = type(model).__name__.endswith("ForSequenceClassification")
     labels = torch.zeros(sequences, dtype=torch.long) if of_rows else ids
@@ -167,7 +167,7 @@ def _takes(model, what):
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """Returns the loss of what a model returns: its ``loss``, its tensor [], or the mean of its first tensor."""
+    """Returns the loss among a model's results: its ``loss``, its tensor [], or the mean of its first tensor."""
     loss = getattr(result, "loss", None)
     if loss is None:
         loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
@@ -181,7 +181,7 @@ def loss_of(result: Any) -> torch.Tensor:
 
 @contextlib.contextmanager
 def whole_rows() -> Iterator[None]:
-    """Context in which transformers takes rows for whole sequences, without a look at tokens that have no values."""
+    """Context in which transformers takes each row for one sequence, without reading tokens that have no values."""
     masks = sys.modules.get("transformers.masking_utils")
     before = getattr(masks, "find_packed_sequence_indices", None)
     if before is not None:
@@ -196,7 +196,7 @@ def whole_rows() -> Iterator[None]:
 def without_memory(model: Module, dtype: torch.dtype) -> None:
     """Gives a model fake tensors on the CPU for its parameters and buffers, cast as the engine does.
 
-    To be called with torch's fake tensors switched on. The model may have been made on the meta device.
+    Call this in torch's mode of fake tensors. The model may be on the meta device.
     """
     made: Dict[int, Any] = {}
     for module in model.modules():
@@ -207,15 +207,15 @@ def without_memory(model: Module, dtype: torch.dtype) -> None:
                 if id(tensor) not in made:
                     kind = dtype if tensor.is_floating_point() else tensor.dtype
                     like = torch.empty(tensor.shape, dtype=kind, device="cpu")
-                    # The tensor too, so that no other gets its number.
                     # DeepSpeed trains no parameter without elements.
                     trains = tensor.requires_grad and tensor.numel() > 0
+                    # Keep the tensor too, so that no other tensor gets its id.
                     made[id(tensor)] = tensor, like if is_buffer else Parameter(like, trains)
                 tensors[name] = made[id(tensor)][1]
 
 
 class Adapted(Module):
-    """A frozen linear layer with an adapter (LoRA) that is trained."""
+    """A frozen linear layer with a trained adapter (LoRA)."""
 
     def __init__(self, linear: Module, inner: int, outer: int, rank: int):
         super().__init__()
@@ -228,7 +228,7 @@ class Adapted(Module):
 
 
 def adapt(model: Module, blocks: Iterable[Module], rank: int) -> Set[str]:
-    """Freezes a model, and gives each linear layer of its blocks an adapter of this rank.
+    """Freezes a model, and gives each linear layer of its blocks an adapter of this rank, which is trained.
 
     Returns the classes of other modules in blocks that have matrices, such as experts, and get no adapter.
     """
@@ -240,7 +240,7 @@ def adapt(model: Module, blocks: Iterable[Module], rank: int) -> Set[str]:
                 if isinstance(child, Linear):
                     setattr(module, name, Adapted(child, child.in_features, child.out_features, rank))
                 elif type(child).__name__ == "Conv1D":
-                    # That of transformers: a linear layer whose weight is transposed.
+                    # Transformers' Conv1D: a linear layer with a transposed weight.
                     setattr(module, name, Adapted(child, child.weight.shape[0], child.weight.shape[1], rank))
                 elif any(parameter.dim() > 1 for parameter in child.parameters(recurse=False)):
                     without.add(type(child).__name__)

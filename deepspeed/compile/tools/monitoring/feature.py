@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells DeepSpeed's monitors, and the user who asks, what gradients take."""
+"""Reports the memory of gradients to DeepSpeed's monitors and in ``see_memory_usage()``."""
 
 import collections
 from typing import TYPE_CHECKING, Iterator
@@ -14,9 +14,9 @@ from ...zero_1_and_2.step.optimizer import attached
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
+# The reducer's counters of current bytes of gradients. "bucket" is memory that contains some of these gradients.
 _HELD = ("bound", "on_host", "pending", "unreduced")
-# Counters that are not written: the bytes held now, which are zero between two steps, and "registered", which never
+# Counters that are not written: current bytes, which are zero between two steps, and "registered", which never
 # changes.
 _LEFT_OUT = {*_HELD, "bucket", "registered"}
 
@@ -53,7 +53,7 @@ class MonitorMemory(Feature):
         values = {f"gradients/{name}": value for name, value in reducer.counters().items() if name not in _LEFT_OUT}
         reducer.reset_counters()
         accelerator = get_accelerator()
-        # On a CPU, DeepSpeed's accelerator gives the memory of the whole process, and no peak of it.
+        # On a CPU, DeepSpeed's accelerator reports the memory of the whole process, and no peak.
         if accelerator.device_name() != "cpu":
             values["memory/peak_allocated"] = accelerator.max_memory_allocated()
             values["memory/peak_reserved"] = accelerator.max_memory_reserved()
@@ -68,7 +68,7 @@ FEATURE = MonitorMemory
 
 
 def print_gradient_memory() -> None:
-    """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
+    """Called by ``see_memory_usage()``: prints the memory of the gradients of all compiled engines on this rank."""
     held: collections.Counter = collections.Counter()
     for optimizer in attached:
         counters = optimizer._deepcompile.reducer.counters()

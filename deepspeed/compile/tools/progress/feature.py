@@ -1,11 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the user what is being compiled, and how long that took.
+"""Logs what is being compiled, and the time that it took.
 
-Rank 0 logs a line when the first compilation begins, and one when the first step that compiled has ended, at
-DeepSpeed's default level. At level INFO it logs one line for each frame that was compiled, and if standard error is a
-terminal, a bar there shows what is being compiled at the moment. A backward that is compiled only when it first runs
-has no line of its own, and counts in the sum that the line after the step has.
+At DeepSpeed's default level, rank 0 logs a line when the first compilation begins, and one after the first step that
+compiled. At level INFO it logs one line for each compiled frame, and if standard error is a terminal, a bar shows the
+current compilation. A backward that is compiled only when it first runs has no line of its own. Its time is a part of
+the sum after the step.
 """
 
 import collections
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Feature):
-    """Names what is compiled for one engine, and counts the classes of its blocks."""
+    """Logs the compilations of one engine."""
 
     def __init__(self, context: SetUpContext):
         model = type(context.engine.module).__name__
@@ -44,7 +44,7 @@ class Progress(Feature):
         of_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
         self._what = of_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
         self._compiles = context.request.compiles
-        # Of the frames that were compiled, until a step has told of them.
+        # Frames compiled before the line after the step, and the seconds of compilations before them.
         self._frames, self._seconds_before = 0, 0.0
         self._told_of_begin = self._told_of_none = self._told = False
 
@@ -65,7 +65,7 @@ class Progress(Feature):
         if not self._told_of_begin:
             _tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
             self._told_of_begin = True
-            # Torch adds the time of a frame, tracing too, when the frame's compilation ends.
+            # Torch adds the time of a frame, including tracing, when the frame's compilation ends.
             self._seconds_before = _seconds_of_compilations()
         with self._shown(frame):
             run = compiled()
@@ -85,7 +85,7 @@ class Progress(Feature):
             details = f"block class {number} of {len(self._layers)}, for {self._layers[block]} layers, {details}"
         began = time.perf_counter()
         shape = "{desc}" + (" |{bar:12}| {n_fmt} of {total_fmt} classes of blocks" if self._layers else "")
-        # A bar that stayed would stand between the lines of the caller's own bars.
+        # Remove the bar at its end: it would stand between the lines of the caller's own bars.
         with tqdm(
             desc=f"DeepCompile compiles {name}",
             total=len(self._layers) or None,
@@ -100,12 +100,12 @@ class Progress(Feature):
 
 
 def _seconds_of_compilations():
-    """Returns how long this process has compiled frames, and backwards that are compiled only when they first run."""
+    """Returns the seconds in which this process has compiled frames, and backwards at their first run."""
     return calculate_time_spent()["total_wall_time"]
 
 
 def _without_bars():
-    """Context of a line. Takes the caller's own bars off the terminal while the line is written."""
+    """Context in which a line is written: takes the caller's own bars off the terminal meanwhile."""
     return tqdm.external_write_mode(file=sys.stdout)
 
 

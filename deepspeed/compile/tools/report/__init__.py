@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``ds_report`` says of this fork."""
+"""The lines of this fork in ``ds_report``."""
 
 import importlib
 from typing import List, Tuple
@@ -38,7 +38,7 @@ def report() -> List[Tuple[str, str]]:
 
 
 def _commands():
-    """Yields what parts have commands for, and the commands: the names ``COMMAND`` in their ``__init__.py``."""
+    """Yields ``COMMAND``, (purpose, command), of the parts whose ``__init__.py`` has one."""
     for name in NAMES:
         command = getattr(importlib.import_module(f"deepspeed.compile.{name}"), "COMMAND", None)
         if command is not None:
