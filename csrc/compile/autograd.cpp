@@ -19,9 +19,9 @@
 #include <typeinfo>
 #include <utility>
 
-// What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled and those
-// that a hook or the caller wants to see, which gradients a running task wants and which it cannot compute, and the sums
-// that lie in `parameter.grad` between backwards.
+// The reducer's connection to autograd: accumulation nodes, which take gradients of uncompiled code and gradients that a
+// hook or the caller wants to see; the gradients that a running task wants or cannot compute; and the sums that lie in
+// `parameter.grad` between backwards.
 
 namespace deepcompile {
 
@@ -45,7 +45,7 @@ StorageLocation storage_location_of(const at::Tensor& parameter)
 
 // Accumulation nodes and their hooks.
 
-/// Hands a gradient on that an accumulation node has accumulated.
+/// Hands an accumulated gradient from its accumulation node to the reducer.
 class Accumulated : public torch::autograd::FunctionPostHook {
 public:
     explicit Accumulated(std::function<void(const variable_list&)> function) : function_(std::move(function)) {}
@@ -60,7 +60,7 @@ private:
     const std::function<void(const variable_list&)> function_;
 };
 
-/// Delivers to an accumulation node what graphs have computed: the first of the parameter's hooks.
+/// Delivers the graphs' gradients to an accumulation node. The first of the parameter's hooks.
 class Delivery : public torch::autograd::FunctionPreHook {
 public:
     Delivery(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
@@ -92,7 +92,7 @@ bool is_of_python(const Hook& hook)
     return std::strstr(typeid(hook).name(), "PyFunction") != nullptr;
 }
 
-/// Whether a node has a hook behind it that others have registered, and not removed.
+/// Whether a node has a post-hook that other code has registered and not removed.
 bool has_hooks_behind(torch::autograd::Node& node)
 {
     for (const auto& hook : node.post_hooks()) {
@@ -120,9 +120,9 @@ void Reducer::watch_accumulation(ParameterRecord& record)
     if (!record.parameter.requires_grad()) { return; }
     auto node = torch::autograd::impl::grad_accumulator(record.parameter);
     if (node == record.accumulation_node) { return; }
-    // Nobody takes the hook out again: a graph may keep the node for longer than the reducer lives, and one of
-    // autograd's threads may be going through the node's hooks when the reducer is closed. The hook holds the reducer
-    // weakly and does nothing without it.
+    // The hook stays for ever: a graph may keep the node for longer than the reducer lives, and one of autograd's threads
+    // may iterate over the node's hooks when the reducer is closed. The hook holds the reducer weakly and does nothing
+    // without it.
     node->add_post_hook(std::make_unique<Accumulated>(
         [reducer = weak_from_this(), index = static_cast<size_t>(record.index)](const variable_list& inputs) {
             if (const auto alive = reducer.lock()) { alive->on_accumulated(index, inputs); }
@@ -158,7 +158,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         std::lock_guard lock(mutex_);
         if (index >= records_.size()) { return; }
         parameter = records_[index].parameter;
-        // Where a user has registered a parameter's first hook since its graph ran.
+        // A user may have registered the parameter's first hook after its graph ran.
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
@@ -198,7 +198,7 @@ void Reducer::keep_for_autograd(ParameterRecord& record, const at::Tensor& gradi
     if (first && first->is_of(*this)) { return; }
     auto delivery = std::make_unique<Delivery>(weak_from_this(), static_cast<size_t>(record.index));
     if (first) {
-        // That of an earlier engine.
+        // The hook of an earlier engine.
         hooks.front() = std::move(delivery);
     } else {
         hooks.insert(hooks.begin(), std::move(delivery));
@@ -283,7 +283,7 @@ void Reducer::graph_ended(int64_t serial)
 
 void Reducer::graph_dropped(int64_t serial) noexcept
 try {
-    // Whoever drops the task may hold the interpreter's lock, and must not wait for mutex_ with it.
+    // The thread that drops the task may hold the interpreter's lock, and must not wait for mutex_ with it.
     std::optional<pybind11::gil_scoped_release> unlocked;
     if (PyGILState_Check()) { unlocked.emplace(); }
     Dropped dropped;
@@ -309,7 +309,7 @@ std::optional<std::string> Reducer::abandon_unfinished(bool may_enclose)
 
 std::optional<std::string> Reducer::abandoned()
 {
-    // Asked often, also while another thread holds mutex_ and waits for other ranks.
+    // Python asks often, also while another thread holds mutex_ and waits for other ranks.
     if (!is_abandoned()) { return std::nullopt; }
     std::lock_guard lock(mutex_);
     if (!is_abandoned()) { return std::nullopt; }
@@ -345,7 +345,7 @@ bool runs_function(const IsIt& is_it)
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return false; }
     return std::any_of(nodes->begin(), nodes->end(), [&is_it](torch::autograd::Node* node) {
-        // Autograd's own nodes are many, and to ask each for its name takes long.
+        // Skip autograd's own nodes, which are many: reading all names would take long.
         return std::strstr(typeid(*node).name(), "PyNode") != nullptr && runs(node) && is_it(node->name());
     });
 }
@@ -420,7 +420,7 @@ void UnreducedSum::add(const at::Tensor& gradient, bool donated)
 {
     if (sum_.defined()) {
         sum_.add_(gradient);
-        // The stream that has just added to the sum may not be the one whose pool the sum's memory comes from.
+        // The stream that has just added to the sum may not be the stream whose pool has the sum's memory.
         streams_.record_on_last(sum_);
         return;
     }
@@ -460,8 +460,8 @@ void UnreducedSum::take_from_grad(const at::Tensor& parameter, Dropped& dropped)
     if (!grad.defined() || grad.layout() != at::kStrided) { return; }
     streams_.order_after_last_use();
     at::Tensor kept = std::exchange(grad, {});
-    // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped soon. The pool
-    // of the stream that allocated the gradient must not hand its memory out before the copy is done.
+    // If other code also refers to the gradient, it is copied below, on the current stream, and dropped soon. The pool of
+    // the stream that allocated the gradient must not reuse its memory before the copy is done.
     record_on_current_stream(kept);
     add(kept, /*donated=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
     dropped.push_back(std::move(kept));

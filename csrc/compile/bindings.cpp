@@ -14,7 +14,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-// What is called from outside of C++: the two operators that a compiled backward calls, and what Python calls.
+// The interface to other code: the two operators that a compiled backward calls, and the functions that Python calls.
 
 namespace py = pybind11;
 
@@ -53,9 +53,8 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registratio
     return at::empty({0}, gradient.options());
 }
 
-/// The operator as generated code calls it, with all four arguments: past torch's dispatcher and past pybind11, which
-/// take longer than the rest of a small gradient's reduction. A profiler sees it as the operator. Nothing reads what it
-/// returns.
+/// The operator for generated code, with all four arguments. It avoids torch's dispatcher and pybind11, which take longer
+/// than the rest of a small gradient's reduction. A profiler sees it as the operator. Nothing reads its result.
 PyObject* reduce_grad_directly(PyObject*, PyObject* const* arguments, Py_ssize_t)
 {
     HANDLE_TH_ERRORS
@@ -98,7 +97,7 @@ void end_backward(at::TensorList reductions_and_registrations, bool release_redu
 //
 // `donated` says that nothing in the graph reads the gradient or uses its memory after the call.
 //
-// native.py says what the operators return while a graph is traced.
+// native.py has the results of the operators while a graph is traced.
 TORCH_LIBRARY(deepcompile, m)
 {
     m.def("reduce_grad(Tensor grad, Tensor registrations, int slot, bool donated=False) -> Tensor");

@@ -25,7 +25,7 @@ constexpr int64_t pack_limit = int64_t(1) << 19;
 // Elements of a segment in which gradients are packed.
 constexpr int64_t pack_numel = int64_t(1) << 20;
 
-/// Whether a copy that lays together what goes to one owner saves at least half of the messages.
+/// Whether a copy that sorts pieces by owner saves at least half of the messages.
 bool owners_alternate(const std::vector<Message>& messages)
 {
     std::set<int64_t> owners;
@@ -34,7 +34,7 @@ bool owners_alternate(const std::vector<Message>& messages)
 }
 
 /// Counts `more` buckets that a reducer of this process sends over a process group; returns how many there were so far.
-/// Where one backward goes through two engines that share a group, ranks that differ may send the engines' buckets in
+/// If one backward runs through two engines that share a group, ranks that differ may send the engines' buckets in
 /// another order, which neither engine could see by itself.
 int64_t launches_over(const c10d::ProcessGroup& process_group, int64_t more)
 {
@@ -44,12 +44,11 @@ int64_t launches_over(const c10d::ProcessGroup& process_group, int64_t more)
     return counts[process_group.getGroupName()] += more;
 }
 
-// Elements of host memory that are copied or added at once, so that what the device needs for a cast or for a sum is
-// bounded.
+// Elements of host memory to copy or add at once, which bounds the device memory of a cast or a sum.
 constexpr int64_t part_numel = int64_t(1) << 23;
 
-/// Copies to a target in host memory, or adds to it. The sum is made on the device: the host would have to wait for
-/// what has arrived.
+/// Copies to a target in host memory, or adds to it. The device computes the sum, because the host would have to wait for
+/// the arrived gradient.
 void write_host_target(const at::Tensor& target, const at::Tensor& arrived, bool adds)
 {
     for (int64_t first = 0; first < target.numel(); first += part_numel) {
@@ -238,7 +237,7 @@ void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& me
         try {
             if (is_open) { close(); }
         } catch (const std::exception&) {
-            // The first error says more.
+            // Keep the first error, which says more.
         }
         throw_for_other_ranks(purpose(), error);
     }

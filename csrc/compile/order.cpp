@@ -71,9 +71,9 @@ std::vector<Turn> SendOrder::as_arrived() const
     std::vector<Turn> turns;
     std::unordered_map<int64_t, int64_t> so_far;
     for (const auto index : arrived_) {
-        // Two contributions are sent one by one. They are often those of an embedding that is also the head, at the
-        // two ends of the backward, and their sum would be held all the time between them. Three or more are sent
-        // together when the last of them has come.
+        // Two contributions are sent one by one. They are often those of a tied embedding and head, at the two ends of
+        // the backward, and this rank would hold their sum all the time between. Three or more are sent together when
+        // the last one has come.
         const int64_t together = contributions[index] > 2 ? contributions[index] : 1;
         if (++so_far[index] % together == 0) { turns.push_back({index, together}); }
     }
@@ -109,7 +109,7 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
     turns_ = std::move(turns);
 }
 
-// What ranks have sent.
+// The check that all ranks have sent the same.
 
 void Fingerprint::mix(int64_t value)
 {
@@ -203,7 +203,7 @@ void Reducer::begin_turns()
     }
 }
 
-void Reducer::send_those_in_turn()
+void Reducer::send_due_turns()
 {
     while (const auto* turn = order_.next()) {
         auto& record = records_[turn->index];
@@ -215,7 +215,7 @@ void Reducer::send_those_in_turn()
 void Reducer::send_rest_of_turns()
 {
     while (const auto* turn = order_.next()) { send_turn(records_[turn->index], *turn); }
-    // Sums of earlier micro-batches whose parameters have no turn. reduce() has counted what came in this backward.
+    // Sums of earlier micro-batches whose parameters have no turn. reduce() has counted this backward's gradients.
     counters_.out_of_turn += std::count_if(records_.begin(), records_.end(), [](const ParameterRecord& record) {
         return record.received == 0 && record.unreduced.defined();
     });
@@ -234,18 +234,18 @@ void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bo
     // A gradient that joins the sum of earlier micro-batches needs no memory of its own.
     if (!record.unreduced.defined()) { record.is_new = true; }
     record.unreduced.add(gradient, donated);
-    // A sum that lacks contributions waits for these. To send the turns before its own would not free it.
+    // A sum that lacks contributions waits for them. Sending the turns before its own would not free it.
     if (record.is_new && !record.is_early && record.received >= awaited) {
         record.is_early = true;
         early_numel_ += record.parameter.numel();
     }
-    // The missing gradient may never come, and reentrant checkpointing hides that. So its turn is sent as zeros, and the
-    // gradient is late if it comes after all. If a part of a turn's contributions has come, the rest is waited for. Like
-    // a bucket, what waits may exceed the bound by one gradient.
+    // The missing gradient may never come, and reentrant checkpointing hides that. So send its turn as zeros; the
+    // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. Like a
+    // bucket, waiting gradients may exceed the bound by one gradient.
     while (early_numel_ > options_.bucket_numel + gradient.numel() && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
-        send_those_in_turn();
+        send_due_turns();
     }
 }
 
@@ -309,10 +309,10 @@ std::vector<int64_t> Reducer::exchange_orders()
 {
     const auto& group = groups_.front();
     const auto count = static_cast<int64_t>(records_.size());
-    // What each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions;
-    // then for each parameter the number of steps in which this rank has not seen it, negated; then for each parameter
-    // whether this rank has gradients of it left. The ranks take the maximum of each number, so all ranks but the first
-    // leave the turns at -1.
+    // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions; then
+    // for each parameter the negated number of steps in which this rank has not seen it; then for each parameter whether
+    // this rank has unsent gradients of it. The ranks take the maximum of each number, so all ranks but the first leave
+    // the turns at -1.
     std::vector<int64_t> own(6 * count, -1);
     if (group.rank() == 0) {
         auto* place = own.data();

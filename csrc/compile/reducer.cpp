@@ -17,15 +17,15 @@
 #include <unordered_map>
 #include <utility>
 
-// The life of a gradient, as deepcompile.h tells it.
+// The life of a gradient, as deepcompile.h describes it.
 
 namespace deepcompile {
 
 namespace {
 
-// A compiled graph may serve many layers and, through torch's caches, many engines. So each call tells the graph, by
-// the engine's number, whose parameters it was given. This map, one for the process, leads from the number to the
-// engine's reducer. It holds reducers weakly, because an engine owns its reducer.
+// A compiled graph may serve many layers and, through torch's caches, many engines. So each call passes the number of the
+// engine that owns the parameters. This map, one for the process, leads from the number to the engine's reducer. It holds
+// reducers weakly, because an engine owns its reducer.
 struct Registry {
     std::mutex mutex;
     std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
@@ -141,8 +141,8 @@ void Reducer::begin_backward(bool reduces)
                 "a backward of this engine raised in another thread while this one began; run this one again");
     look_at_parameters();
     const bool is_first = !in_backward();
-    // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating and
-    // what lies in `parameter.grad` is autograd's.
+    // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating, and
+    // `parameter.grad` belongs to autograd.
     if (is_first) {
         for (auto& record : records_) {
             // The accumulation node adds to this sum, and the hooks see both together.
@@ -153,7 +153,7 @@ void Reducer::begin_backward(bool reduces)
     reduces_ = reduces;
     state_ = BackwardState::running;
     watch_graph_task();
-    // Reentrant checkpointing hides from this graph what the checkpointed modules use.
+    // Reentrant checkpointing hides the parameters of checkpointed modules from this graph.
     if (reduces && find_unreachable(is_first) && leads_to_checkpoints()) {
         for (auto& record : records_) { record.unreachable = false; }
     }
@@ -161,7 +161,7 @@ void Reducer::begin_backward(bool reduces)
 
 void Reducer::listen(std::function<bool()> begin)
 {
-    // Shared, because to copy the function itself takes the interpreter's lock, and reduce() copies it each time.
+    // Shared, because a copy of the function itself takes the interpreter's lock, and reduce() makes one each time.
     auto shared = std::make_shared<const std::function<bool()>>(std::move(begin));
     std::lock_guard lock(mutex_);
     begin_.swap(shared);
@@ -179,8 +179,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (route == Route::graph) {
         auto& record = records_[index];
         if (!record.autograd_wants()) { return; }
-        // Of a parameter that was frozen after the forward, the accumulation node shows the gradient to hooks, and
-        // accumulates nothing.
+        // If a parameter was frozen after the forward, its accumulation node shows the gradient to hooks and accumulates
+        // nothing.
         const bool is_frozen = !record.parameter.requires_grad();
         if (is_frozen && !record.has_hooks()) { return; }
         if (is_frozen || record.caller_wants()) {
@@ -229,7 +229,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     record.reachability_unreliable = record.reachability_unreliable || record.unreachable;
     record.unreachable = false;
     // Turns of unreachable parameters may stand before this one's.
-    send_those_in_turn();
+    send_due_turns();
     ++record.received;
     const auto* turn = order_.next();
     if (turn && turn->index == record.index) {
@@ -240,7 +240,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         enqueue_with_sum(record, gradient, donated);
         record.received = 0;
         order_.advance();
-        send_those_in_turn();
+        send_due_turns();
         return;
     }
     const int64_t awaited = order_.contributions_to(record.index);
@@ -288,11 +288,11 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
     streams_.order_after_last_use();
     if (reduces) {
         if (!in_backward()) { begin_turns(); }
-        // Where no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
+        // If no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
         // `parameter.grad`.
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter, dropped); }
-        // Not at the end of this function: a sum may have the memory of a tensor in `dropped`, and is to free it when the
-        // sum's bucket has been drained.
+        // Clear `dropped` here: a sum may have the memory of a tensor in it, and must free the memory when the sum's
+        // bucket is drained.
         lock.unlock();
         dropped.clear();
         lock.lock();
@@ -307,7 +307,7 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
     buckets_.launch();
     buckets_.drain();
     if (reduces) {
-        // The optimizer steps a parameter that got no gradient too, on zeros.
+        // The optimizer also steps a parameter without a gradient, on zeros.
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) {
             if (record.group->targets.size() < record.group->own_pieces) {
@@ -385,7 +385,7 @@ void Reducer::release(std::optional<int64_t> group)
     if (!group) {
         forget_gradients(dropped);
     } else if (*group < static_cast<int64_t>(groups_.size())) {
-        // The optimizer's views of a partition may outlive the engine, whose groups are gone then.
+        // The optimizer's views of a partition may outlive the engine's groups.
         groups_[*group].release(dropped);
     }
 }
@@ -401,7 +401,7 @@ void Reducer::forget_gradients(Dropped& dropped)
             if (kept->first != task) { kept->second.drop(dropped); }
             kept = kept->first == task ? std::next(kept) : record.for_autograd.erase(kept);
         }
-        // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
+        // While a backward runs, perhaps on another thread, `parameter.grad` belongs to autograd.
         if (in_backward()) { continue; }
         if (auto& grad = record.parameter.mutable_grad(); grad.defined()) {
             dropped.push_back(std::exchange(grad, {}));
@@ -438,15 +438,15 @@ void Reducer::close()
 
 std::map<std::string, int64_t> Reducer::counters() const
 {
-    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait with it. Not a timed
-    // mutex, of which gcc's ThreadSanitizer does not know that it is locked.
+    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait for it. Do not use a timed
+    // mutex, whose locks gcc's ThreadSanitizer does not track.
     std::unique_lock lock(mutex_, std::try_to_lock);
     for (int tries = 0; !lock.owns_lock() && tries < 100; ++tries) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         lock.try_lock();
     }
     auto values = counters_.values();
-    // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
+    // Between backwards `parameter.grad` holds unreduced gradients. In a backward it belongs to autograd, on any thread.
     if (lock.owns_lock() && !in_backward() && Py_IsInitialized()) {
         const pybind11::gil_scoped_acquire locked;
         for (const auto& record : records_) {

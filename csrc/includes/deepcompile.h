@@ -90,9 +90,9 @@ namespace deepcompile {
 
 /// How a Reducer behaves. The values come from `ds_config` and never change while the Reducer exists.
 struct Options {
-    int64_t identity;         ///< the engine's number: the same on every rank, another for each engine of a process
+    int64_t identity;         ///< the engine's number: the same on every rank, and unique within a process
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
-    int64_t send_numel;       ///< a bucket of so many elements is sent, even if more may be pending
+    int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
@@ -111,8 +111,8 @@ struct Piece {
 /// Cuts the range [offset, offset + numel) of a flat tensor at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
-/// This rank's own sum of the gradients of one parameter, in the dtype of targets: of several micro-batches, or of
-/// several contributions in one backward. (autograd.cpp)
+/// This rank's own sum of one parameter's gradients, in the dtype of targets. It adds up micro-batches, or contributions
+/// in one backward. (autograd.cpp)
 class UnreducedSum {
 public:
     UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
@@ -128,8 +128,8 @@ public:
     /// Moves the sum to `dropped`.
     void drop(Dropped& dropped);
 
-    /// Between backwards, moves the sum to `parameter.grad`, with what is there. Keeps a sum whose dtype differs from the
-    /// parameter's, because torch does not allow such a gradient there.
+    /// Between backwards, adds the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's, because
+    /// torch does not allow such a gradient there.
     void leave_in_grad(const at::Tensor& parameter, Dropped& dropped);
     /// Adds `parameter.grad` to the sum and moves it to `dropped`. Leaves a sparse gradient where it is.
     void take_from_grad(const at::Tensor& parameter, Dropped& dropped);
@@ -146,8 +146,8 @@ using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::d
 
 struct PartitionGroup;
 
-/// The storage of a tensor, and the tensor's offset there. Not the address, which changes when an optional part gives the
-/// storage's memory back and takes other memory for it.
+/// The storage of a tensor, and the tensor's offset there. Not the address, which changes when a sharded parameter's
+/// storage is freed and allocated again.
 using StorageLocation = std::pair<const c10::StorageImpl*, int64_t>;
 
 /// A registered parameter: where it lies, and which of its gradients have not been sent yet.
@@ -156,12 +156,12 @@ struct ParameterRecord {
     std::string name;
     at::Tensor parameter;
     PartitionGroup* group;
-    at::ScalarType communication_dtype;  ///< of what is sent
+    at::ScalarType communication_dtype;  ///< the dtype in which gradients are sent
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
     int64_t received = 0;      ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool is_new = false;       ///< `unreduced` has only gradients of this backward that have come before their turn
-    bool is_early = false;     ///< the same, it has all that the turn takes, and it waits for the turns before
+    bool is_new = false;       ///< `unreduced` has only gradients of this backward that came before their turn
+    bool is_early = false;     ///< `is_new`, and the turn is complete but must wait for earlier turns
     bool unreachable = false;  ///< autograd's graph of this backward does not lead to the parameter
     bool reachability_unreliable = false;  ///< an earlier backward gave an unreachable parameter a gradient
     /// Where the parameter lay when the last backward began. If it lies elsewhere when a gradient comes, another engine
@@ -170,8 +170,8 @@ struct ParameterRecord {
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};
-    /// By autograd's number of a task: what graphs have computed in the task and the accumulation node is to get there,
-    /// because a hook or the caller wants to see it.
+    /// Autograd's number of a task -> the sum of gradients that graphs computed in the task and that the accumulation
+    /// node must get, because a hook or the caller wants to see it.
     std::map<int, UnreducedSum> for_autograd = {};
 
     /// Name, shape and rank, for messages.
@@ -198,10 +198,10 @@ struct Turn {
 /// The order in which all ranks send gradients, and how far this rank has come in it.
 ///
 /// A process group matches messages by their order alone, but ranks may run different graphs, or the same graphs in
-/// another order. So the order is one on which all ranks have agreed: to begin with, the reverse of the order of
-/// registration; then the order in which gradients arrived on the first rank in an earlier backward. Where all ranks
-/// run the same graphs, no gradient waits for its turn from then on. A parameter that no rank has seen for many steps
-/// has no turn; a gradient that comes then is late, and gives the parameter a turn again.
+/// another order. So all ranks agree on one order: at first the reverse of the order of registration, then the order in
+/// which gradients arrived on the first rank in an earlier backward. If all ranks run the same graphs, no gradient waits
+/// for its turn from then on. A parameter that no rank has seen for many steps has no turn; a gradient that comes then is
+/// late, and gives the parameter a turn again.
 class SendOrder {
 public:
     /// To be called in order of registration. `is_sent`: whether the parameter gets a turn.
@@ -218,7 +218,7 @@ public:
     void begin_backward();
     /// A contribution to this parameter has arrived.
     void saw(int64_t index);
-    /// What is sent for this parameter was left by earlier backwards, so the parameter counts as seen.
+    /// Called when a sum of earlier backwards is sent for this parameter: the parameter counts as seen.
     void saw_earlier(int64_t index) { unseen_[index] = seen_now; }
     /// A contribution of this backward has come before its turn or after it.
     void came_out_of_turn() { suits_ = false; }
@@ -229,7 +229,7 @@ public:
     std::vector<Turn> as_arrived() const;
     /// For how many steps this rank has seen no gradient of a parameter.
     int64_t steps_unseen(int64_t index) const { return unseen_[index]; }
-    /// Whether this rank would change the order: something came out of turn, or a turn may be given up.
+    /// Whether this rank would change the order: a gradient came out of turn, or a turn may be given up.
     bool wants_change() const;
     /// Takes over the order in which gradients arrived on the first rank. A turn whose gradient did not arrive there
     /// keeps its place after the turn that it followed in the old order. A turn is given up if no rank has seen its
@@ -244,10 +244,10 @@ private:
     size_t taken_ = 0;
     std::vector<int64_t> arrived_;  ///< parameters of the last backward's contributions, as often as these came
     std::vector<int64_t> unseen_;   ///< by parameter: steps without a gradient on this rank
-    bool suits_ = true;             ///< nothing came out of turn in the last backward
+    bool suits_ = true;             ///< no gradient came out of turn in the last backward
 };
 
-// What ranks have sent, and whether all have sent the same. (order.cpp)
+// The check that all ranks have sent the same. (order.cpp)
 
 /// Events that are mixed into the fingerprint although nothing is sent for them. Without them, ranks that differ only
 /// in such an event would look alike.
@@ -274,13 +274,12 @@ struct Fingerprint {
 /// The message of a collective that failed for another rank. `purpose` completes "could not".
 std::string could_not(const std::string& purpose, const std::string& reason);
 
-/// Raises a process group's error anew, with what this rank could not do; an error of this rank's own stays as it is.
-/// To be called in the handler that caught the error. `purpose` completes "could not".
+/// Raises a process group's error again, with a message that names `purpose`, which completes "could not". An error of
+/// this rank's own stays as it is. To be called in the handler that caught the error.
 [[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
 
-/// What this rank has sent, and whether the other ranks have sent the same. A process group matches messages by their
-/// order alone: if one rank ran another number of backwards, or its backward raised, the process group would add
-/// gradients to those of other parameters.
+/// Checks that all ranks send the same. A process group matches messages by their order alone: if one rank ran another
+/// number of backwards, or its backward raised, the process group would add gradients to those of other parameters.
 class Agreement {
 public:
     /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines
@@ -307,7 +306,7 @@ private:
 /// Elements to send, and the rank that owns them.
 using Message = std::pair<at::Tensor, int64_t>;
 
-/// Contiguous memory of gradients of one group: of several small gradients, packed side by side, or of a large one.
+/// Contiguous memory of one group's gradients: several small gradients, packed side by side, or one large gradient.
 struct Segment {
     at::Tensor memory;  ///< 1-D
     PartitionGroup* group;
@@ -348,7 +347,7 @@ public:
     /// Waits for the collectives and binds the pieces that this rank owns. NCCL: the current stream waits. gloo: the
     /// calling thread does. After copy_to_host(), the current stream waits for the copies instead.
     void arrive();
-    /// For a bucket that is dropped before it arrived: on a GPU, makes the current stream wait for what was sent.
+    /// For a bucket that is dropped before it arrived: on a GPU, makes the current stream wait for its collectives.
     void wait_on_device();
 
     bool empty() const { return segments_.empty(); }
@@ -374,7 +373,7 @@ private:
     int64_t largest_ = 0;               ///< bytes of the largest gradient
     std::string first_parameter_;
     Fingerprint fingerprint_;
-    /// Until the bucket is sent: where in it each gradient lies, in the parameter's shape.
+    /// Until the bucket is sent: a view of each gradient in it, in the parameter's shape.
     std::unordered_map<const ParameterRecord*, at::Tensor> joinable_;
 };
 
@@ -400,7 +399,7 @@ public:
     }
     /// Drains the bucket in flight, and sends the one that is being filled.
     void launch();
-    /// Waits for the bucket in flight, binds what this rank owns of it and drops the rest.
+    /// Waits for the bucket in flight, binds the pieces that this rank owns and drops the rest.
     void drain();
     /// Drops both buckets.
     void abandon();
@@ -417,7 +416,7 @@ private:
     Agreement& agreement_;
     Counters& counters_;
     std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
-    std::unique_ptr<Bucket> in_flight_;                 ///< null if nothing is on its way
+    std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
     int64_t launches_before_ = 0;                       ///< `launches_over()` when this reducer last sent a bucket
 };
 
@@ -426,8 +425,8 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each 1-D, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
-/// What the optimizer gets of a group when a step is complete: the targets, until the reducer forgets them. Until
-/// somebody looks at a view, the optimizer holds no gradient memory itself, so that memory is free when a later backward
+/// The targets of a group, which the optimizer gets when a step is complete and keeps until the reducer forgets them.
+/// Until code reads a view, the optimizer itself holds no gradient memory, so that memory is free when a later backward
 /// raises. Any thread may call any method.
 class HandedOver {
 public:
@@ -460,39 +459,39 @@ struct PartitionGroup {
     bool flat;                       ///< whether targets lie in a flat partition
     std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
     Counters& counters;
-    size_t own_pieces = 0;  ///< of which each gets a target in every step
-    Targets targets = {};   ///< what is bound
+    size_t own_pieces = 0;  ///< this rank's pieces, each of which gets a target in every step
+    Targets targets = {};   ///< the bound targets
     at::Tensor flat_partition =
         {};  ///< [partition_numel]; one tensor for all targets; undefined if not `flat`, or while nothing is bound
-    std::shared_ptr<HandedOver> handed_over = {};  ///< what the optimizer has of the targets; may be null
+    std::shared_ptr<HandedOver> handed_over = {};  ///< the optimizer's reference to the targets; may be null
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
 
-    /// Makes a piece that has arrived the target at `offset`, or adds the piece to the target that is there. `arrived`
+    /// Makes an arrived piece the target at `offset`, or adds the piece to an existing target. `arrived`
     /// is 1-D; if it is donated, the target may keep its memory, see keep_or_copy(). Copies to host memory are put on
     /// the current stream.
     void bind(int64_t offset, const at::Tensor& arrived, bool donated);
-    /// Binds those of the pieces that this rank owns and that are not bound yet.
+    /// Binds to zeros the pieces that this rank owns and that are not bound yet.
     void bind_to_zeros(const std::vector<Piece>& pieces);
     /// Allocates the flat partition, zeroed, if targets lie in one and it does not exist yet.
     void allocate_flat_partition();
     std::shared_ptr<HandedOver> hand_over();
-    /// Moves the targets to `dropped`, also those that were handed over.
+    /// Moves all targets, also handed-over ones, to `dropped`.
     void release(Dropped& dropped);
 };
 
 // 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
 
-/// How a gradient came here. The reducer counts each way, because gradients that come past the graphs are reduced more
-/// slowly, and the results do not show it.
+/// How a gradient came here. The reducer counts both routes, because gradients that do not come from graphs are reduced
+/// more slowly, and the results do not show it.
 enum class Route { graph, autograd };
 
-/// What has become of the backward that began last.
+/// The state of the backward that began last.
 enum class BackwardState {
-    none,        ///< no backward has begun, or the last one is finished, or abandoned() has told of it
+    none,        ///< no backward has begun, or the last one is finished, or abandoned() has reported it
     running,     ///< autograd runs its graph
-    ended,       ///< autograd is through with its graph, and finish_backward() was not called yet
+    ended,       ///< autograd has run its graph, and finish_backward() was not called yet
     raised,      ///< abandoned: autograd dropped its graph, or its epilogue raised
     unfinished,  ///< abandoned: abandon_unfinished() found that it cannot finish any more
 };
@@ -530,19 +529,19 @@ public:
     /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them
     /// on this rank.
     ///
-    /// Autograd tells nobody of a backward that raised. So the reducer queues a Watch with the running graph task, which
-    /// calls the watch when the graph has run, or else drops it. Then the reducer abandons the backward, on whichever
-    /// thread drops the task, and tells its caller when it is asked: Python has not run by then. Raises, and begins
+    /// Autograd does not report a backward that raised. So the reducer queues a Watch with the running graph task, which
+    /// calls the watch when the graph has run, or else drops it. A dropped watch makes the reducer abandon the backward,
+    /// on the thread that drops the task. Python cannot run there, so the caller must ask: abandoned(). Raises, and begins
     /// nothing, if the caller has not asked yet.
     void begin_backward(bool reduces);
 
     /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither
-    /// finished nor can finish: it raised and a thread of autograd's still holds its graph task, or an interrupt came
-    /// after its graph had run. `may_enclose`: a backward begins, which the last one may enclose; an enclosing backward
-    /// goes on. Returns what abandoned() does.
+    /// finished nor can finish: it raised and one of autograd's threads still holds its graph task, or an interrupt came
+    /// after its graph had run. `may_enclose`: another backward begins, which the last one may enclose; an enclosing
+    /// backward goes on. Returns abandoned().
     std::optional<std::string> abandon_unfinished(bool may_enclose);
-    /// Tells once of a backward that was abandoned: "raised" or "unfinished", and otherwise nothing. The caller drops
-    /// what it holds of the backward's step, and then another backward may begin.
+    /// Returns "raised" or "unfinished" once after a backward was abandoned, and otherwise nothing. The caller drops its
+    /// gradients of the backward's step, and then another backward may begin.
     std::optional<std::string> abandoned();
     /// Whether a backward has begun and was neither finished nor abandoned.
     bool in_backward() const
@@ -571,9 +570,9 @@ public:
     /// gradients of code that was not compiled. Contributions to one parameter add up. `donated`: nobody but the
     /// reducer reads or writes the gradient's memory from now on, so the reducer need not copy the gradient.
     ///
-    /// A graph's gradient that a hook or the caller wants to see is kept for the parameter's accumulation node. Autograd
-    /// runs the node in the same task, when it has run all that computes gradients of the parameter. From there the
-    /// gradient comes here a second time, unless it is returned to the caller.
+    /// If a hook or the caller wants to see a graph's gradient, the reducer keeps it for the parameter's accumulation
+    /// node. Autograd runs the node in the same task, after all nodes that compute gradients of the parameter. The node
+    /// passes the gradient to this function again, unless autograd returns the gradient to the caller.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool donated);
 
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
@@ -582,24 +581,23 @@ public:
     /// 4. and 5. Called by `BackwardLife` after every backward, whichever graphs ran in it. With `reduces`, the turns that
     /// are left are taken, and every piece that this rank owns is bound on return.
     ///
-    /// With `completes`, the gradients of the step are complete on every rank. Then reduces what came after its turn on
-    /// some rank, and has the ranks agree on another order if the current one did not suit the first rank. Raises on
-    /// every rank if the ranks have sent different gradients. The host waits for the device, because only then the host
-    /// knows whether another rank has something left. Returns what each group's optimizer is to have, and otherwise
-    /// nothing.
+    /// With `completes`, the gradients of the step are complete on every rank. Then reduces gradients that came after
+    /// their turn on some rank, and changes the order on all ranks if it did not suit the first rank. Raises on every
+    /// rank if the ranks have sent different gradients. The host waits for the device, to learn whether another rank has
+    /// late gradients. Returns each group's targets for the optimizer, and without `completes` nothing.
     std::vector<std::shared_ptr<HandedOver>> finish_backward(bool reduces, bool completes);
 
-    /// 4. Called when a backward begins the step anew. Records that this rank discarded unused gradients, so that ranks
-    /// which differ in this fail the check.
+    /// 4. Called when a backward restarts the step. Records that this rank discarded unused gradients, so that the check
+    /// fails if other ranks did not.
     void replace_gradients();
 
-    /// 4. Called when a backward's epilogue raised: drops what is pending, every target and every unreduced gradient,
+    /// 4. Called when a backward's epilogue raised: drops pending buckets, every target and every unreduced gradient,
     /// also those of earlier backwards.
     void abandon_backward();
 
     /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. On CPU, ranks compare
     /// once more what they have sent. Otherwise, if another rank began one more backward instead of the step, gloo would
-    /// hang or end the process. Then the stream waits for the targets, and for copies to host memory the host does.
+    /// hang or end the process. Then the stream waits for the targets, and the host for copies to host memory.
     void compare_and_await_targets();
 
     /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
@@ -609,8 +607,8 @@ public:
     /// this function.
     void close();
 
-    /// Name -> value, as Counters has them, with what lies in `parameter.grad` between backwards. While another thread
-    /// waits for other ranks, what lies there is left out. Takes the interpreter's lock, under which users write there.
+    /// Name -> value, as Counters has them, with the gradients in `parameter.grad` between backwards. Leaves these out
+    /// while another thread waits for other ranks. Takes the interpreter's lock, under which users write `.grad`.
     std::map<std::string, int64_t> counters() const;
     void reset_counters() { counters_.reset(); }
 
@@ -623,35 +621,35 @@ private:
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     friend class Delivery;
-    /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with what was kept
-    /// for the node.
+    /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with the gradients
+    /// that were kept for the node.
     at::Tensor deliver(size_t index, const at::Tensor& gradient);
     // The functions below need mutex_ held by the caller.
     /// Keeps a graph's gradient until autograd runs the accumulation node.
     void keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
-    /// Takes what was kept in the running task; undefined if nothing was.
+    /// Takes the sum that was kept in the running task; undefined if there is none.
     at::Tensor take_for_autograd(ParameterRecord& record);
     /// Finds the parameters that the graph of autograd's running task does not reach. Returns whether there are any.
     /// A backward of several losses may have several graphs. `is_first`: whether this is the first.
     bool find_unreachable(bool is_first);
-    /// Begins with the first turn, and forgets what the previous backward has noted in the records.
+    /// Begins with the first turn, and resets the previous backward's notes in the records.
     void begin_turns();
-    void send_those_in_turn();
+    void send_due_turns();
     void send_rest_of_turns();
     /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum. If more
-    /// than a bucket and this gradient wait then, sends the turns that hold them up, unless a part of such a turn has
-    /// come.
+    /// than a bucket and this gradient wait then, sends the turns that hold them up, unless a turn has some of its
+    /// contributions.
     void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited);
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);
-    /// Enqueues the gradient, and with it what this rank has kept of the parameter's gradients.
+    /// Enqueues the sum of the gradient and the gradients of the parameter that this rank has kept.
     void enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Enqueues the unreduced sum or, if there is none, zeros.
     void enqueue_sum(ParameterRecord& record);
     /// Ends the gradients of a step; see finish_backward().
     void agree_and_reduce_late();
-    /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
+    /// Agrees on the order of later backwards. Returns the parameters of which some rank has unreduced gradients.
     std::vector<int64_t> exchange_orders();
     /// Queues a Watch with autograd's running task, if there is one.
     void watch_graph_task();
@@ -661,13 +659,13 @@ private:
     /// gradients that a user may know of to `dropped`; see Dropped.
     void abandon(BackwardState how, Dropped& dropped);
     bool is_abandoned() const { return state_ == BackwardState::raised || state_ == BackwardState::unfinished; }
-    /// Moves what is bound, unreduced, and kept for nodes of other tasks to `dropped`.
+    /// Moves bound and unreduced gradients, and those kept for nodes of other tasks, to `dropped`.
     void forget_gradients(Dropped& dropped);
 
     const Options options_;
-    /// Whoever waits for this mutex has given up the interpreter's lock: bindings.cpp and graph_dropped() see to that. So
-    /// who holds the mutex may wait for the interpreter's lock, as a process group that is written in Python does, but
-    /// must not call or drop what may call the reducer; see Dropped.
+    /// A thread releases the interpreter's lock before it waits for this mutex: bindings.cpp and graph_dropped() ensure
+    /// it. So the thread that holds the mutex may wait for the interpreter's lock, as a process group that is written in
+    /// Python does. But it must not call or drop objects that may call the reducer; see Dropped.
     mutable std::mutex mutex_;
     // Deques, because other objects hold addresses of groups and records.
     std::deque<PartitionGroup> groups_;
@@ -680,14 +678,14 @@ private:
     SendOrder order_;
     int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
 
-    /// What has become of the backward that began last. While in_backward(), what lies in `parameter.grad` is autograd's,
-    /// and a gradient need not announce a backward. Any thread may read it; whoever writes holds mutex_.
+    /// The state of the backward that began last. While in_backward(), `parameter.grad` belongs to autograd, and a
+    /// gradient need not announce a backward. Any thread may read the state; a thread that writes it holds mutex_.
     std::atomic<BackwardState> state_ = BackwardState::none;
-    int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
-    /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
+    int graph_task_ = -1;  ///< autograd's number of the task in which the last backward began; -1: none
+    /// Changes when a backward begins or ends, so that watches of earlier backwards know that they are outdated.
     int64_t serial_ = 0;
     bool is_handed_over_ = false;                         ///< whether the optimizer has targets
-    bool reduces_ = false;                                ///< whether the backward that runs reduces
+    bool reduces_ = false;                                ///< whether the running backward reduces
     std::shared_ptr<const std::function<bool()>> begin_;  ///< see listen()
     std::optional<c10::Stream> watched_from_;             ///< the stream on which all accumulation nodes were made
 };

@@ -22,8 +22,8 @@ told in deepcompile.h.
 
 namespace deepcompile {
 
-/// Bytes held now, and the most that were held since the last reset_peak(). Any thread may read and reset; whoever adds
-/// and removes holds the reducer's mutex.
+/// Bytes held now, and the most bytes since the last reset_peak(). Any thread may read and reset; a thread that adds and
+/// removes holds the reducer's mutex.
 class ByteCount {
 public:
     void add(int64_t bytes)
@@ -41,8 +41,8 @@ private:
     std::atomic<int64_t> peak_ = 0;
 };
 
-/// What a reducer holds, and what it has received and sent since the last reset(). Any thread may read and reset; whoever
-/// counts holds the reducer's mutex.
+/// Bytes that a reducer holds, and numbers of gradients and messages since the last reset(). Any thread may read and
+/// reset; a thread that counts holds the reducer's mutex.
 struct Counters {
     ByteCount bound;      ///< targets on the device
     ByteCount on_host;    ///< targets in host memory that the caller owns
@@ -64,26 +64,25 @@ struct Counters {
 int64_t bytes_of(const at::Tensor& tensor);
 
 /// Tensors to drop after the reducer's mutex is released, so declare it before the lock. Dropping a tensor that Python
-/// knows runs what a user has tied to the tensor's end, such as a `weakref.finalize()` that calls the engine, and takes
-/// the interpreter's lock.
+/// knows takes the interpreter's lock and may run a user's code, such as a `weakref.finalize()` that calls the engine.
 using Dropped = std::vector<at::Tensor>;
 
-/// Tells a profiler that records operands what the tensor's memory is for from now on. Without a profiler nothing
-/// happens. Readers of its traces know the stages by these names.
+/// Marks the stage of the tensor's memory in the trace of a profiler that records operands. Does nothing without a
+/// profiler. Readers of traces know the stages by these names.
 void mark_stage(const char* stage, const at::Tensor& tensor);
 
 /// "[2, 3]"
 std::string shape_of(const at::Tensor& tensor);
 
 /// Whether the tensor is contiguous and its storage holds nothing else. False for memory that torch has not allocated,
-/// such as NumPy's: it could not be kept, because Python may run when it dies, wherever that is; see Dropped.
+/// such as NumPy's: freeing it may run Python code at any place, so the reducer must not keep it; see Dropped.
 bool fills_its_storage(const at::Tensor& tensor);
 
 /// A contiguous tensor in another shape, without its autograd graph.
 at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes);
 
 /// A tensor in the memory of this one, if that memory is donated, holds nothing else, and has the right dtype;
-/// otherwise a contiguous copy. Donated memory is memory that nobody but the callee reads or writes from now on.
+/// otherwise a contiguous copy. From now on only the callee reads or writes donated memory.
 at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated);
 
 /// Tells the allocator that the calling thread's current stream uses the tensor's memory. Does nothing where the
@@ -92,7 +91,7 @@ void record_on_current_stream(const at::Tensor& tensor);
 
 /// The calling thread's current stream on a device.
 c10::Stream current_stream(c10::Device device);
-/// An event that comes when the device is through with what is on the stream now. Not on CPU.
+/// An event that the device reaches when it has done the stream's current work. Not on CPU.
 c10::Event record_event(const c10::Stream& stream);
 
 /// Puts the streams that use a reducer's memory into one order. Autograd runs a backward on the streams of its forward,
@@ -113,17 +112,17 @@ public:
     /// The stream on which gradients are copied to the host. Not on CPU.
     c10::Stream copies();
 
-    /// To be called before a use of the memory on the current stream: that stream waits for the last one that used it.
+    /// To be called before a use of the memory on the current stream, which waits for the stream of the last use.
     void order_after_last_use();
     /// The stream that used the memory last, if any did.
     const std::optional<c10::Stream>& last() const { return last_; }
-    /// Has `stream` wait for the last use, without making `stream` the last one.
+    /// Makes `stream` wait for the last use, without making `stream` the last one.
     void let_wait(const c10::Stream& stream) const;
 
     /// Forgets that several streams used the memory. To be called when the current stream waits for all of them.
     void forget_other_streams() { several_ = false; }
-    /// Where several streams have used the memory: keeps the allocator of the tensor's stream from handing out the
-    /// tensor's memory again before the last stream is done with it.
+    /// If several streams have used the memory: keeps the allocator of the tensor's stream from reusing the tensor's
+    /// memory before the last stream is done with it.
     void record_on_last(const at::Tensor& tensor) const;
     /// The same for memory whose stream is known.
     void record_on_last(const at::Tensor& tensor, const c10::Stream& allocated_on) const;

@@ -39,13 +39,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
         parser.error(f"{' and '.join(missing)} cannot be imported; {files.REMEDY}")
     first, last = options.files[0], options.files[-1]
     out = options.out or (first if len(steps) == 1 else first.with_name(f"{first.stem}-{last.stem}"))
-    # A name with a dot in it keeps what stands behind the dot, unless that is the suffix of a picture or of data.
+    # Replace only the suffix of a picture or of data: a name may contain another dot.
     out = out.with_suffix(".json") if out.suffix in (".json", ".png", ".html") else out.with_name(f"{out.name}.json")
     try:
         if len(steps) == 1:
             drawn = files.draw_step(steps[0], out)
         else:
-            # Files of two runs often have one name, in folders of their own.
+            # Files of two runs often have one name in different folders.
             places = [file.resolve().with_suffix("") for file in options.files]
             common = os.path.commonpath([place.parent for place in places])
             names = [str(place.relative_to(common)) for place in places]

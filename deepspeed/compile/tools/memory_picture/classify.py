@@ -1,18 +1,18 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells what memory is for, from the events of torch's profiler.
+"""Puts memory into categories, from the events of torch's profiler.
 
 Every allocation counts, on CPU and GPU alike, and belongs to one category at a time:
 
-- What tensors hold when the step begins is known from these tensors.
-- What the forward allocates and the next backward finds is an activation.
-- A gradient counts from when autograd hands it to whatever reduces or accumulates it until its memory is freed, and
-  so does what reduction and accumulation allocate. This fork's reducer marks a gradient as waiting, on its way or
-  bound. Of another system, what a gradient is copied into during the backward is a gradient too, since it was
-  allocated. A gradient that the step finds is a target, one that outlives another backward waits, and all others are
-  on their way.
+- Memory from before the step has the category of the engine's tensors in it.
+- Memory that the forward allocates and that still exists in the next backward is an activation.
+- A gradient counts from the time when autograd hands it to the code that reduces or accumulates it until its memory is
+  freed. Memory that reduction and accumulation allocate also counts as gradients. This fork's reducer marks a gradient
+  as waiting, on its way or bound. In other systems, memory into which the backward copies a gradient is a gradient
+  from its allocation on. There, a gradient that exists in the step is a target, one that outlives another backward
+  waits, and all others are on their way.
 - A copy of gradients that the step makes, for example in fp32, is a gradient copy.
-- The rest are temporary results, batches, and what nothing above tells.
+- The rest are temporary results, batches, and memory that no rule above covers.
 """
 
 import bisect
@@ -25,12 +25,12 @@ from .data import ACTIVATIONS, CATEGORIES, COPIES, ON_THEIR_WAY, PARAMETERS, PHA
 
 # Ranges without length, which mark where a phase begins or ends: MARK + phase + BEGIN or END.
 MARK, BEGIN, END = "memory_picture.", " begins", " ends"
-# How the names of what autograd runs begin.
+# The prefix of the names of nodes that autograd runs.
 AUTOGRAD = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-# Operators that are handed a gradient, or a list of gradients, as their first operand.
+# Operators whose first operand is a gradient or a list of gradients.
 TAKES_GRADIENT = {"deepcompile::reduce_grad", "dc::reduce_grad", "fsdp::chunk_cat", ACCUMULATE}
-# What these allocate is for gradients. The same is true of ranges that begin with FSDP_BACKWARD.
+# Events in which memory is allocated for gradients. Ranges that begin with FSDP_BACKWARD count too.
 HOLDS_GRADIENT = {
     "deepcompile::reduce_grad",
     "deepcompile::end_backward",
@@ -41,21 +41,21 @@ HOLDS_GRADIENT = {
     AUTOGRAD + ACCUMULATE,
 }
 FSDP_BACKWARD = ("FSDP::post_backward", "FSDP::root_post_backward")
-# What ranges that begin with this allocate is for parameters.
+# The prefix of ranges in which memory is allocated for parameters.
 FSDP_GATHER = "FSDP::all_gather"
-# If the first operand of these is a gradient, what they allocate is a copy of it.
+# Operators that allocate a copy of a gradient, if their first operand is one.
 COPIES_GRADIENT = {"aten::_to_copy", "aten::clone"}
 # Copies its second operand into its first.
 COPIES_INTO = "aten::copy_"
 # The marks of csrc/compile/memory.cpp: from such a mark on, the memory of its operand is in this category. None: the
-# reducer has dropped the memory. It does not mark what became a target before.
+# reducer has dropped the memory. It does not mark dropped targets.
 STAGES: Dict[str, Optional[str]] = {
     "deepcompile::waiting": WAITING,
     "deepcompile::on_its_way": ON_THEIR_WAY,
     "deepcompile::bound": TARGETS,
     "deepcompile::dropped": None,
 }
-# The ranges of a step that begin with the gather: this fork's, and the collectives that others use.
+# Events of a step with which the gather begins: this fork's range, and the collectives of other systems.
 GATHER = "deepcompile::gather"
 COLLECTIVE_GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
 
@@ -78,7 +78,7 @@ class _Allocation:
 
     @property
     def stands(self) -> bool:
-        """Whether it is from before the recording. Such memory serves one purpose, whatever passes through it."""
+        """Whether the memory is from before the recording. It keeps its category, whatever is written there."""
         return self.began < 0
 
     def is_held(self, index: int) -> bool:
@@ -90,7 +90,7 @@ class _Allocation:
 
 
 class _Allocations:
-    """All allocations that a recording knows, and those that are allocated now by their address."""
+    """All allocations of a recording, and the current ones by their address."""
 
     def __init__(self, standing: Dict[int, Tuple[int, str]]):
         self.at = {address: _Allocation(size, -1, [(-1, category)]) for address, (size, category) in standing.items()}
@@ -98,8 +98,8 @@ class _Allocations:
 
     def change(self, index: int, address: int, size: int, category: str) -> None:
         """Notes an allocation, or a release (``size`` below 0)."""
-        # The profiler does not see what a thread without a profiler frees, such as one of gloo's. So what is
-        # still known at this address was freed unseen.
+        # The profiler does not see frees of threads without a profiler, such as gloo's. So an older allocation at this
+        # address was freed unseen.
         self.free(index, address)
         if size > 0:
             self.at[address] = allocation = _Allocation(size, index, [(index, category)])
@@ -111,13 +111,13 @@ class _Allocations:
             allocation.ended = index
 
     def free_gradients(self, index: int) -> None:
-        """Frees what is still known as a gradient when a step has ended. A thread of gloo may have freed it unseen."""
+        """Frees all remaining gradients when a step has ended: a thread of gloo may have freed them unseen."""
         for address in list(self.at):
             if not self.at[address].stands and self.category(address) in (TARGETS, ON_THEIR_WAY):
                 self.free(index, address)
 
     def put(self, index: int, address: int, category: str) -> None:
-        """Puts the allocation at ``address``, if one is known there, into a category."""
+        """Puts the allocation at ``address``, if there is one, into a category."""
         allocation = self.at.get(address)
         if allocation is not None and not allocation.stands:
             allocation.put(index, category)
@@ -126,7 +126,7 @@ class _Allocations:
         return self.category(address) in (TARGETS, ON_THEIR_WAY, WAITING)
 
     def take_for_gradients(self, address: int) -> None:
-        """Puts the allocation at ``address``, of which nothing told what it is for, on the way since it was made."""
+        """Makes the allocation at ``address`` a gradient on its way since its beginning, unless it has a category."""
         allocation = self.at.get(address)
         if allocation is not None and allocation.courses == [(allocation.began, REST)] and not allocation.stands:
             allocation.courses = [(allocation.began, ON_THEIR_WAY)]
@@ -138,11 +138,11 @@ class _Allocations:
 
 @dataclasses.dataclass
 class _Entry:
-    """An event of the profiler, with what follows from the events around it.
+    """An event of the profiler, with properties that follow from the events around it.
 
     Attributes:
-        event: of the profiler.
-        holds: the category of what is allocated in it, or None.
+        event: the profiler's event.
+        holds: the category of memory that is allocated in it, or None.
         in_autograd: whether autograd ran it.
     """
 
@@ -194,7 +194,7 @@ def _find_phases(entries: List[_Entry], seconds: List[float]) -> _Phases:
         elif name.startswith(MARK):
             phase = name[len(MARK) : -len(END)]
             if phase == "backward" and phase not in began and indices["forward"]:
-                # A backward that no gradient has announced.
+                # No gradient has announced this backward.
                 began[phase] = indices["forward"][-1][1]
             end(phase, index)
         elif "step" in began and (name == GATHER or name in COLLECTIVE_GATHERS):
@@ -205,7 +205,7 @@ def _find_phases(entries: List[_Entry], seconds: List[float]) -> _Phases:
     named = [index for index in gathers if entries[index].event.name == GATHER] or gathers
     for begin, last in indices["step"]:
         within = [index for index in named if begin <= index <= last]
-        # The host does not wait for what it sends, so the gather lasts until the step ends, which waits.
+        # The host does not wait for the collectives, so the gather lasts until the step's end, which waits.
         indices["gather"] += [(within[0], last)] if within else []
     spans = {name: [(seconds[first], seconds[last]) for first, last in of_phase] for name, of_phase in indices.items()}
     return _Phases(indices, spans)
@@ -227,10 +227,10 @@ def read_events(
     """Returns the memory of the step that a profiler has recorded.
 
     Args:
-        roots: of the profiler's tree of events.
-        device: whose memory to read, "cpu" or "cuda".
-        standing: address -> (bytes, category), of memory from before the recording.
-        final: address -> category, of memory that is known when the recording ends.
+        roots: the roots of the profiler's tree of events.
+        device: the device of the memory, "cpu" or "cuda".
+        standing: address -> (bytes, category) of memory from before the recording.
+        final: address -> category of memory of known tensors at the end of the recording.
     """
     entries = sorted(_flatten(roots), key=lambda entry: entry.event.start_time_ns)
     marks = [entry.event.start_time_ns for entry in entries if entry.event.name.startswith(MARK)]
@@ -252,7 +252,7 @@ def read_events(
 
 
 def _follow(entries, phases, allocations, device, staged):
-    """Notes what events do to ``allocations``; returns {index of an event: bytes that a GPU's allocator has out}."""
+    """Applies events to ``allocations``; returns {index of an event: bytes allocated by a GPU's allocator}."""
     totals: Dict[int, int] = {}
     copying_until: Dict[int, int] = {}  # thread -> nanoseconds at which it ends its last copy of a gradient
     for index, entry in enumerate(entries):
@@ -261,7 +261,7 @@ def _follow(entries, phases, allocations, device, staged):
             fields = event.extra_fields
             if fields.device.type != device:
                 continue
-            # In the backward phase, what is allocated outside of autograd is allocated by the engine, for gradients.
+            # In the backward phase, the engine allocates memory outside of autograd, for gradients.
             around = not entry.in_autograd and phases.within("backward", index)
             copied = event.start_time_ns <= copying_until.get(event.start_tid, 0)
             category = entry.holds or (ON_THEIR_WAY if around or copied else REST)
@@ -287,7 +287,7 @@ def _follow(entries, phases, allocations, device, staged):
             if any(map(allocations.holds_gradient, _operands(event))):
                 copying_until[event.start_tid] = event.end_time_ns
         elif event.name == COPIES_INTO and not staged and phases.within("backward", index):
-            # As 0.19.8 with DeepCompile fills its partition, which a hook of autograd has allocated.
+            # DeepSpeed 0.19.8 with DeepCompile fills its partition like this, after a hook of autograd allocated it.
             if any(map(allocations.holds_gradient, _operands(event, place=1))):
                 for address in _operands(event):
                     allocations.take_for_gradients(address)
@@ -295,10 +295,10 @@ def _follow(entries, phases, allocations, device, staged):
 
 
 def _look_back(allocation, phases, begins, last, staged):
-    """Corrects the categories of an allocation by what became of it."""
+    """Corrects the categories of an allocation by its later life."""
     first = allocation.courses[0]
     if first[1] == REST and not allocation.stands:
-        # The last forward that had begun, and the backward that follows it.
+        # Find the last forward that had begun, and the backward that follows it.
         before = bisect.bisect_right(begins["forward"], allocation.began) - 1
         if before >= 0:
             following = bisect.bisect_left(begins["backward"], begins["forward"][before])
@@ -333,7 +333,7 @@ def _lay_out(allocations, seconds, totals, phases):
     held: Dict[str, List[int]] = {name: [] for name in CATEGORIES}
     moments: List[float] = []
     total = totals.get(-1)
-    # A GPU's allocator keeps the total itself, with allocations that nobody has told of. These are a part of the rest.
+    # The total of a GPU's allocator includes allocations without events. They are a part of the rest.
     for index in sorted({-1, *changes, *totals, len(seconds) - 1}):
         for category, size in changes.get(index, ()):
             now[category] += size

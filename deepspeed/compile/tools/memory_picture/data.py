@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is known of the memory of one step, and the JSON file that holds it."""
+"""The memory of one step, and its JSON file."""
 
 import dataclasses
 import json
@@ -15,16 +15,16 @@ ON_THEIR_WAY = "gradients on their way"
 WAITING = "gradients waiting"
 COPIES = "gradient copies"
 REST = "the rest"
-# In the order in which they are stacked.
+# The categories in stacking order.
 CATEGORIES = (PARAMETERS, OPTIMIZER_STATES, ACTIVATIONS, TARGETS, ON_THEIR_WAY, WAITING, COPIES, REST)
-# The colours of Okabe and Ito, which people with any kind of colour vision tell apart, and grey.
+# The colours of Okabe and Ito, which people with any kind of colour vision can distinguish, and grey.
 COLOURS = dict(
     zip(CATEGORIES, ("#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#F0E442", "#CC79A7", "#BBBBBB"))
 )
-# Of two steps that lie over each other.
+# The colours of two steps that are drawn over each other.
 COLOURS_OF_TWO = ("#0072B2", "#D55E00")
-INK = "#333333"  # of text and lines
-# With more phases than these, their names would cover each other.
+INK = "#333333"  # the colour of text and lines
+# The most phases with names: more names would cover each other.
 NAMED_PHASES = 12
 OF_GRADIENTS = (TARGETS, ON_THEIR_WAY, WAITING, COPIES)
 # The gather is the last part of the step.
@@ -39,9 +39,9 @@ class Peak(NamedTuple):
     """The most memory within some time.
 
     Attributes:
-        second: when it was first reached.
-        bytes: how much.
-        phase: in which of ``PHASES``, or "" between phases.
+        second: the time at which the peak was first reached.
+        bytes: the bytes of the peak.
+        phase: the phase, one of ``PHASES``, or "" between phases.
         held: category -> bytes, in the order of ``CATEGORIES``. They add up to ``bytes``.
     """
 
@@ -56,12 +56,12 @@ class StepMemory:
     """Memory at points in time, in the order in which the host reached them.
 
     Attributes:
-        seconds: since the step began. Memory is constant from each point to the next.
+        seconds: times since the step began. Memory is constant from each point to the next.
         held: category of ``CATEGORIES`` -> bytes at each point, a list as long as ``seconds``.
         phases: phase of ``PHASES`` -> (begin, end) in seconds, one for each time that the phase ran.
-        on_host: category -> bytes in host memory during the step, where the picture is of a GPU.
+        on_host: category -> bytes in host memory during the step, if the picture is of a GPU.
         raised: the error that ended the step, or "".
-        about: what was recorded: "model", "rank", "device" and more, for titles.
+        about: description of the recording for titles: "model", "rank", "device" and more.
     """
 
     seconds: List[float]
@@ -76,12 +76,12 @@ class StepMemory:
         return [sum(values) for values in zip(*(self.held[name] for name in categories))]
 
     def phase_at(self, second: float) -> str:
-        """Returns the phase at a time, "" between phases; in the gather "gather", though the step contains it."""
+        """Returns the phase at a time, or "" between phases. The gather counts as "gather", not as "step"."""
         names = [name for name in PHASES for begin, end in self.phases.get(name, ()) if begin <= second <= end]
         return names[-1] if names else ""
 
     def peak(self, begin: float = float("-inf"), end: float = float("inf")) -> Peak:
-        """Returns the peak in [begin, end]. What was held when that time began counts too."""
+        """Returns the peak in [begin, end], including the memory that was held at the beginning."""
         within = [index for index, second in enumerate(self.seconds) if begin <= second <= end]
         # Memory holds its value from a point to the next one, so the last point before `begin` counts.
         first = within[0] if within else sum(second <= end for second in self.seconds)
@@ -119,7 +119,7 @@ class StepMemory:
         return dataclasses.replace(self, seconds=[self.seconds[index] for index in kept], held=held)
 
     def write(self, file: Path) -> None:
-        """Writes the step as JSON. The peaks follow from the rest; they are there for other readers."""
+        """Writes the step as JSON. The peaks follow from the rest, and are written for other readers."""
         content = {
             "format": FORMAT,
             "version": VERSION,
@@ -171,7 +171,7 @@ def written(bytes: float, unit: Optional[Tuple[int, str]] = None) -> str:
 
 
 def made_of(peak: Peak) -> List[Tuple[str, int]]:
-    """Returns the categories that a peak is made of, the largest first."""
+    """Returns the categories of a peak, the largest first."""
     return sorted(((name, bytes) for name, bytes in peak.held.items() if bytes), key=lambda entry: -entry[1])
 
 
@@ -189,7 +189,7 @@ def headline(step: StepMemory) -> str:
 
 
 def subtitle(step: StepMemory) -> str:
-    """Returns one line that says what was recorded, and what lies on the host."""
+    """Returns one line about the recording, and the memory on the host."""
     parts = [step.about["what"]] if step.about.get("what") else []
     if step.on_host:
         parts.append("on the host: " + ", ".join(f"{written(of)} {name}" for name, of in step.on_host.items()))

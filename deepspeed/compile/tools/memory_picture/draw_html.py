@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a step, or two over each other, as a page that holds all it needs; Plotly draws, zooms and tells values."""
+"""Draws a step, or two over each other, as a self-contained page. Plotly draws, zooms and shows values."""
 
 import html
 from pathlib import Path

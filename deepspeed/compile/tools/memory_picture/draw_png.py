@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws a step, or two over each other, with matplotlib. Nothing of matplotlib's global state changes."""
+"""Draws a step, or two over each other, with matplotlib, without changing matplotlib's global state."""
 
 import textwrap
 from pathlib import Path
@@ -27,8 +27,8 @@ from .data import (
 # Pages and reports show a picture about 400 pixels wide. A point of text is about a pixel there.
 WIDTH, DPI = 5.4, 200  # inches, and pixels of an inch
 SMALL = 8  # points
-WIDEST_NAME = 0.13  # of a phase, as a part of the panel's width
-ROWS = 2  # of names of phases
+WIDEST_NAME = 0.13  # width of a phase's name, as a part of the panel's width
+ROWS = 2  # rows of names of phases
 SECONDS = "seconds on the host, while torch's profiler recorded the step"
 
 
@@ -64,10 +64,10 @@ def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str], end: Option
     """Draws a step's categories, phases and peak into a panel. The labels of its legend are the categories.
 
     Args:
-        panel: to draw into.
-        step: of whose memory.
-        unit: of memory: its number of bytes, and its name.
-        end: of the axis of time, in seconds. None: where the step ends.
+        panel: the panel to draw into.
+        step: the step to draw.
+        unit: the unit of memory: its number of bytes, and its name.
+        end: the end of the time axis, in seconds. None: the step's end.
     """
     below = [0.0] * len(step.seconds)
     for name in categories_of(step):
@@ -103,8 +103,8 @@ def _mark_phases(panel: Axes, step: StepMemory, last: float) -> None:
             panel.axvspan(begin, end, color="#eeeeee", linewidth=0, zorder=0)
         panel.axvline(begin, color=INK, linewidth=0.7, linestyle=":")
         if len(spans) <= NAMED_PHASES:
-            # A phase may be shorter than its name, so a name stands below that of the phase before. Where no row has
-            # room, the phase has no name.
+            # A phase may be shorter than its name, so a name may go below the previous one. If no row has room, the
+            # phase has no name.
             row = row + 1 if begin - before < WIDEST_NAME * last else 0
             if row >= ROWS:
                 row = ROWS - 1

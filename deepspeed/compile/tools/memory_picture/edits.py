@@ -20,7 +20,7 @@ EDITS = (
         "        memory_picture.prepare(self)\n"
         "        self._configure_autoep_folding_optimizer_gradient_reduction()\n",
     ),
-    # The next two anchors are lines that setup.py itself has put there.
+    # setup.py itself has added the next two anchors.
     (
         ENGINE,
         "recording of a forward",

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the files of a recorded step: the data, and the pictures where there is something to draw them with."""
+"""Writes the files of a recorded step: the data, and pictures if a library can draw them."""
 
 import importlib
 import tempfile
@@ -10,27 +10,27 @@ from typing import Dict, List
 
 from .data import StepMemory
 
-# What draws the pictures: library -> the module that draws with it, and the suffix of its pictures. Neither library is
-# needed to train, so neither is a requirement of DeepSpeed.
+# Drawing library -> the module that draws with it, and the suffix of its pictures. Training needs neither library, so
+# neither is a requirement of DeepSpeed.
 LIBRARIES = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
 REMEDY = "pip install matplotlib plotly"
 
 
 def _drawers() -> Dict[str, ModuleType]:
-    """Returns library -> the module that draws with it, of the libraries that can be imported."""
+    """Returns library -> the module that draws with it, for the libraries that can be imported."""
     found = {}
     for library, (module, _) in LIBRARIES.items():
         try:
             found[library] = importlib.import_module(f".{module}", __package__)
         except Exception:
-            # A library that is not there raises ImportError. One that does not fit the installed NumPy, for example,
-            # raises whatever it meets.
+            # A missing library raises ImportError. A library that does not fit the installed NumPy may raise any
+            # error.
             continue
     return found
 
 
 def missing_libraries() -> List[str]:
-    """Returns which of ``LIBRARIES`` cannot be imported: those that are not installed, and those that are broken."""
+    """Lists the ``LIBRARIES`` that cannot be imported, because they are missing or broken."""
     drawers = _drawers()
     return [library for library in LIBRARIES if library not in drawers]
 
@@ -66,11 +66,11 @@ def write_step(step: StepMemory, folder: Path, name: str) -> Path:
 
 
 def draw_step(step: StepMemory, file: Path) -> List[Path]:
-    """Draws a step beside its data, with the libraries that are there; returns the pictures.
+    """Draws a step beside its data, with the installed libraries; returns the pictures.
 
     Args:
-        step: to draw.
-        file: of its data.
+        step: the step to draw.
+        file: the file of its data.
     """
     drawn = []
     for library, drawer in _drawers().items():
@@ -84,8 +84,8 @@ def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -
 
     Args:
         one, other: the steps.
-        names: what to call them.
-        file: where to.
+        names: the steps' names in the picture.
+        file: the path of the pictures.
     """
     drawn = []
     for library, drawer in _drawers().items():

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 OPTION = "compile.memory_picture"
 
 
-# What DeepSpeed's engine calls, in lines that setup.py adds to it --------------------------------------------------
+# Functions that DeepSpeed's engine calls, in lines that setup.py adds to it -----------------------------------------
 
 
 def refuse_others(engine: "DeepSpeedEngine") -> None:
     """Called when an engine begins, before anything is changed.
 
     Raises:
-        ValueError: if the engine is to record a step and will not have the optimizer of ZeRO stages 1 and 2.
+        ValueError: if the engine must record a step and will not have the optimizer of ZeRO stages 1 and 2.
     """
-    # Of the same configuration, the engine of a reference model has no steps.
+    # The engine of a reference model may have the same configuration, but makes no steps.
     if _option(engine) is None or engine.optimizer_name() is None:
         return
     stage = engine.zero_optimization_stage()
@@ -70,7 +70,7 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     if option is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
-    # The first rank draws, and it alone warns.
+    # Only the first rank warns of missing libraries.
     missing = files.missing_libraries() if rank == 0 else []
     if missing:
         warn(
@@ -91,7 +91,7 @@ def prepare(engine: "DeepSpeedEngine") -> None:
 
 
 def around_forward(engine: "DeepSpeedEngine", context: ContextManager[Tuple]) -> ContextManager[Tuple]:
-    """Returns ``context``, the context of a forward, with the recording of a step where that is due."""
+    """Returns ``context``, the context of a forward. It also records the step if that is due."""
     if _option(engine) is None or not torch.is_grad_enabled():
         return context
     # As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
@@ -134,10 +134,10 @@ class Recorder:
     """Records one step of an engine on this rank.
 
     Args:
-        engine: whose step.
-        folder: for the files.
-        step: which of the engine's steps, counted from 1. With DeepCompile, steps count from when the engine is
-            compiled.
+        engine: the engine to record.
+        folder: the folder of the files.
+        step: the number of the engine's step to record, counted from 1. With DeepCompile, the count begins when the
+            engine is compiled.
     """
 
     # Torch has one profiler at a time, so one engine at a time records.
@@ -153,13 +153,13 @@ class Recorder:
         self._backward_runs = False
         self._why_not = ""
         self.device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
-        # Also called when the process ends: a trainer need not destroy its engine.
+        # Python also calls this when the process ends: a trainer need not destroy its engine.
         self.close = weakref.finalize(engine, self._say_missed)
 
     def around_forward(self, around: ContextManager[Tuple]) -> ContextManager[Tuple]:
-        """Returns ``around``, the context of a training forward, with the recording of it."""
+        """Returns ``around``, the context of a training forward. It also records the forward if that is due."""
         if self._recording is not None and self._backward_runs:
-            # The last backward did not end: it raised, past engine.backward().
+            # The last backward raised outside of engine.backward().
             self._end("an error in the backward")
             return around
         if self._recording is None and self._is_due() and not self._step_began:
@@ -240,7 +240,7 @@ class Recorder:
         return self._ends_if_it_raises(step)
 
     def _end(self, raised):
-        """Stops recording, and writes the files. Never raises: training goes on, whatever becomes of a picture."""
+        """Stops recording, and writes the files. Never raises: training goes on without a picture."""
         if self._recording is None:
             return
         engine, recording = self._engine(), self._recording
@@ -258,7 +258,7 @@ class Recorder:
             logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
             return
         names = ", ".join(str(path) for path in [*pictures, file])
-        # DeepSpeed shows nothing below a warning by default, and the user has asked for these files.
+        # Log a warning: DeepSpeed shows no lower level by default, and the user has asked for these files.
         logger.warning(f"{OPTION}: {data.headline(step)}; see {names}")
 
     def _about(self, engine) -> Dict[str, Any]:
@@ -288,7 +288,7 @@ class Recorder:
         return about
 
     def _say_missed(self):
-        """Called when the engine is destroyed, or else when the process ends, if no step was recorded."""
+        """Called if no step was recorded, when the engine is destroyed or the process ends."""
         if self._recording is not None:
             Recorder._busy = None
             self._unwrap.close()
@@ -309,7 +309,7 @@ def _wrap(undo: contextlib.ExitStack, owner: Any, name: str, wrapper: Callable) 
     """Makes calls of ``owner.name(...)`` call ``wrapper(method, ...)`` until ``undo`` is closed."""
     before = vars(owner).get(name)
     object.__setattr__(owner, name, functools.partial(wrapper, getattr(owner, name)))
-    # Whoever holds `undo` must not keep the engine alive.
+    # The owner of `undo` must not keep the engine alive.
     undo.callback(_restore, weakref.ref(owner), name, before)
 
 
@@ -324,15 +324,15 @@ def _restore(reference, name, before):
 
 
 def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
-    """Returns category -> the tensors of an engine of ZeRO-1/2 that hold such memory between steps."""
+    """Returns category -> the tensors of a ZeRO-1/2 engine that hold this category of memory between steps."""
     optimizer, module = engine.optimizer, engine.module
     states: List[Any] = [list(state.values()) for state in optimizer.optimizer.state.values()]
     targets: List[Any] = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
     if optimizer.cpu_offload:
-        # Gradients and new parameters pass through this memory, which stays.
+        # Gradients and new parameters pass through this memory, which stays allocated.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     deepcompile = state_of(engine)
-    # Some parts have tensors with values of parameters that neither the module nor the optimizer has.
+    # Some parts hold shards of parameters that neither the module nor the optimizer has.
     parts = [] if deepcompile is None else deepcompile.features
     shares = [share for part in parts for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]

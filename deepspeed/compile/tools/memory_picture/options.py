@@ -16,9 +16,9 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
     """The folder for the pictures and for the data. It is made if it does not exist."""
 
     step: int = Field(3, ge=1)
-    """Which of the engine's steps to record, counted from 1. With DeepCompile, steps count from when the engine is
-    compiled. The first step compiles and the second may compile again, so the third is the first one that is like all
-    later ones."""
+    """The number of the engine's step to record, counted from 1. With DeepCompile, the count begins when the engine is
+    compiled. The first step compiles and the second may compile again, so the third is the first that is like all
+    later steps."""
 
 
 class Options(BaseModel):

@@ -35,7 +35,7 @@ def ends(phase: str, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def phase(name: str, device: torch.device) -> Iterator[None]:
-    """Context of a phase, one of ``data.PHASES``, except for the gather, which is found in the step."""
+    """Context of a phase, one of ``data.PHASES`` but not the gather, which is found in the step."""
     begins(name)
     try:
         yield
@@ -46,11 +46,11 @@ def phase(name: str, device: torch.device) -> Iterator[None]:
 def storages(tensors: Tensors, device: str) -> Iterator[Tuple[int, int, str]]:
     """Yields (address, bytes, category) of the memory of tensors on a device.
 
-    Memory that tensors of several categories share counts for the first of these.
+    If tensors of several categories share memory, it counts for the first category.
     """
     seen = set()
-    for category, of_category in tensors.items():
-        for tensor in of_category:
+    for category, category_tensors in tensors.items():
+        for tensor in category_tensors:
             if tensor.device.type != device or tensor.layout != torch.strided:
                 continue
             storage = tensor.untyped_storage()
@@ -60,8 +60,8 @@ def storages(tensors: Tensors, device: str) -> Iterator[Tuple[int, int, str]]:
 
 
 def another_profiler_runs() -> bool:
-    """Whether a profiler of torch runs or warms up. It takes as long as going through all objects of the process."""
-    # While it warms up, torch does not count it as enabled, and a second profiler would still end it.
+    """Whether a profiler of torch runs or warms up. This searches all objects of the process."""
+    # Torch does not count a profiler that warms up as enabled, but a second profiler would end it.
     return torch.autograd._profiler_enabled() or any(
         issubclass(type(value), profile) and value.current_action is ProfilerAction.WARMUP
         for value in gc.get_objects()
@@ -69,10 +69,10 @@ def another_profiler_runs() -> bool:
 
 
 class Recording:
-    """The recording of one step, which has begun when this object is made.
+    """The recording of one step. It begins when this object is made.
 
     Args:
-        device: whose memory to record.
+        device: the device whose memory to record.
         standing: tensors that hold memory now.
 
     Raises:
@@ -80,7 +80,7 @@ class Recording:
     """
 
     def __init__(self, device: torch.device, standing: Tensors):
-        # Torch would begin anyway, and end the other profiler's recording.
+        # Torch itself would begin, and end the other profiler's recording.
         if another_profiler_runs():
             raise RuntimeError("another profiler runs")
         self._device = device
@@ -96,7 +96,7 @@ class Recording:
         """Ends the recording.
 
         Args:
-            final: tensors that hold memory now. What they hold counts as theirs since it was allocated.
+            final: tensors that hold memory now. Their memory has their category since its allocation.
         """
         self._profiler.stop()
         named = {address: name for address, _, name in storages(final, self._device.type)}
@@ -113,8 +113,7 @@ class Recording:
 def flattened(values: Iterable) -> List[torch.Tensor]:
     """Returns the tensors in lists of tensors and other things.
 
-    Of a tensor that is made of others, those: the shard of a tensor that is spread over ranks, and what a quantized
-    tensor keeps.
+    For a tensor that wraps others, returns the inner tensors: a DTensor's shard, or the parts of a quantized tensor.
     """
     tensors = []
     for value in values:
