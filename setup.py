@@ -338,9 +338,9 @@ def offer_native_code_on_cpu() -> None:
 
 
 def pack_sources(version: str) -> None:
-    """Make a source archive of this repository, which has what a build reads: MANIFEST.in names it.
+    """Make a source archive of this repository. MANIFEST.in names the files that a build reads.
 
-    Not of the composed tree: whoever installs the archive gets the base by its hash, as from a clone.
+    The archive does not contain the composed tree: its installation gets the base by its hash, as from a clone.
     """
     import setuptools
 

@@ -161,7 +161,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         // A user may have registered the parameter's first hook after its graph ran.
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
-        // this engine's backward runs, it was the caller who gave the parameter other memory.
+        // this engine's backward runs, only the caller can have moved the parameter.
         moved = storage_location_of(parameter) != records_[index].storage_location;
     }
     if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
@@ -317,12 +317,12 @@ std::optional<std::string> Reducer::abandoned()
     return state == BackwardState::raised ? "raised" : "unfinished";
 }
 
-// What autograd's running task computes.
+// The gradients that autograd's running task computes.
 
 namespace {
 
-/// What the task does with each node that it was asked for, or null if it runs all nodes of its graph.
-/// torch.autograd.grad() and backward(inputs=...) ask for some gradients only.
+/// The task's plan for each requested node, or null if it runs all nodes of its graph. torch.autograd.grad() and
+/// backward(inputs=...) request some gradients only.
 auto* asked_for()
 {
     const auto* asked = torch::autograd::get_current_graph_task_exec_info();

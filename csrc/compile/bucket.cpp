@@ -364,8 +364,8 @@ void BucketQueue::launch()
     agreement_.add_bucket(filling_->fingerprint(), launches - 1 - launches_before_);
     launches_before_ = launches;
     if (streams_.on_cpu() && group.world() > 1) {
-        // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
-        // That makes the host wait, as gloo's reductions do anyway.
+        // gloo ends the process if ranks send different sizes, so the ranks first compare their fingerprints. The host
+        // waits for that, as it does for gloo's reductions anyway.
         agreement_.compare(group, filling_->purpose());
     }
     filling_->send(groups_);
@@ -433,8 +433,8 @@ void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
     const auto options = at::TensorOptions().dtype(target_dtype).device(device);
     for (const auto& piece : pieces) {
         if (piece.owner != rank() || targets.count(piece.target_offset)) { continue; }
-        // Where the zeros are only copied, one zero serves for all elements. They are copied to host memory from the
-        // device too, which may still be reading parameters there that the previous step wrote.
+        // If the zeros are only copied, one zero serves for all elements. Copy them to host memory from the device too:
+        // it may still read parameters there that the previous step wrote.
         const bool copied = flat || host;
         const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
         bind(piece.target_offset, zeros, /*donated=*/true);

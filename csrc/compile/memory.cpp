@@ -66,7 +66,7 @@ bool fills_its_storage(const at::Tensor& tensor)
 
 at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes)
 {
-    // Nobody differentiates gradients here. A view of autograd's takes several times as long.
+    // Nobody differentiates gradients here, and a view of autograd's takes several times as long.
     auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
         /*version_counter=*/0, /*allow_tensor_metadata_change=*/true);
     impl->set_sizes_contiguous(sizes);

@@ -12,25 +12,25 @@ the flat tensor and may straddle several partitions.
                         exists yet.
   2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
                         send gradients in one SendOrder. A gradient that comes before its turn waits; if
-                        more than a bucket waits for gradients of which no part has come, zeros are sent for
-                        these. In its turn the gradient is cut into pieces at partition boundaries and put
+                        more than a bucket waits for gradients that have not even begun to come, the rank sends
+                        zeros for them. In its turn the gradient is cut into pieces at partition boundaries and put
                         into a Bucket. When the bucket is full, each piece is sent to the rank that owns it
                         and to no other rank. Bytes of other owners die with their bucket, when its reduction
                         is over: before the next bucket is sent, or at the end of the backward.
   3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
                         averaged gradient of a range of the owner's partition. The target keeps the memory
                         in which the piece was reduced if that memory holds nothing else; otherwise it is a
-                        copy. So a rank holds what has arrived and no more. Where the optimizer can use the
+                        copy. So a rank holds only arrived pieces. Where the optimizer can use the
                         flat partition as it is, the first piece that arrives has the whole partition
                         allocated and zeroed, and targets are views of it. A later piece for the same
                         elements is added to the target. Targets may also lie in host memory that the caller
                         owns; then a piece that has arrived is copied there.
-  4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
-                        memory back; the graph that reduces last calls it. BackwardLife in Python calls
-                        Reducer::finish_backward() after every backward. That function does the same for
-                        whatever is left: a turn whose gradient has not come is sent as zeros. Elements that
-                        got no gradient on any rank are bound to zeros. When the step is complete it asks
-                        whether some rank has late gradients. If so, all ranks send what they have left of
+  4. End of backward.   Reducer::end_backward() sends and awaits the pending buckets and frees their memory; the
+                        graph that reduces last calls it. BackwardLife in Python calls
+                        Reducer::finish_backward() after every backward. That function does the same for the
+                        remaining turns: a turn whose gradient has not come is sent as zeros. Elements that
+                        got no gradient on any rank are bound to zeros. When the step is complete, the ranks
+                        find out whether one has late gradients. If so, all ranks send their unsent gradients of
                         those parameters.
   5. Handed over.       Reducer::finish_backward() returns the targets of each group as a HandedOver, and goes on
                         holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
@@ -42,7 +42,7 @@ the flat tensor and may straddle several partitions.
                         the gradient of the master weights, without a copy. A partition that must not be cut is one
                         range: WholeStep in step/own_step.py frees its gradient at `master.grad = None`. At
                         the end of the step, also of one that overflowed or raised, BackwardLife.release() calls
-                        Reducer::release() without a group, which frees what is left. From then on the reducer holds
+                        Reducer::release() without a group, which frees the rest. From then on the reducer holds
                         no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
@@ -53,7 +53,7 @@ live until the step.
 The reducer is written on ATen, autograd and c10d, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread, except for copies to the host, which
 have a stream of their own. On a GPU the host waits for the device once in a step: in the
-Reducer::finish_backward() that completes it, where it reads what other ranks have sent. Beyond that it
+Reducer::finish_backward() that completes it, where it reads other ranks' fingerprints. Beyond that it
 waits if an option for debugging asks for it, and if targets lie in host memory: before it reads targets
 and, if that memory is not pinned, in each copy. An error is an exception; it names the parameter that it
 is about, and its rank.

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optional parts of the fork, each a folder on one of three shelves.
 
-- ``features/``: what changes how an engine trains.
-- ``fixes/``: what mends DeepSpeed, transformers, peft or Liger. Each says what the upstream issue would say.
-- ``tools/``: what runs without an engine, or beside one and only looks.
+- ``features/``: parts that change how an engine trains.
+- ``fixes/``: parts that mend DeepSpeed, transformers, peft or Liger. Each has the text of an upstream issue.
+- ``tools/``: parts that run without an engine, or beside one without changing it.
 
-The core imports none of them by name. A part is removed by deleting its folder and its name here, and with it the
-parts that name it in ``NEEDS``, in their ``__init__.py``. Three files are the doors of a part, which has those that it
-needs:
+The core imports none of them by name. To remove a part, delete its folder and its name here, and the parts that name
+it in ``NEEDS``, in their ``__init__.py``. A part may have three doors:
 
 - ``edits.py``: ``EDITS``, which ``setup.py`` makes in DeepSpeed's files after its own.
 - ``options.py``: ``Options``, whose fields become options of the section ``compile`` (``config.py``). It must be light
@@ -21,7 +20,7 @@ import importlib
 import importlib.util
 from typing import Any, Tuple
 
-# In the order in which an engine's parts are made and called: a part stands behind those that it needs.
+# The parts in the order in which an engine makes and calls them: a part stands behind the parts that it needs.
 NAMES = (
     "features.configuration",
     "fixes.timeouts",
@@ -36,7 +35,7 @@ NAMES = (
     "tools.monitoring",
     "tools.progress",
     "features.overlap_gather",
-    # What cuts a graph in pieces is called last, because the pieces stand in place of the graph.
+    # Parts that cut a graph in pieces come late, because the pieces replace the graph.
     "features.loss",
     "features.shard_parameters",
     "features.update",
@@ -49,6 +48,6 @@ NAMES = (
 
 @functools.cache
 def doors(file: str, name: str) -> Tuple[Any, ...]:
-    """Lists what the parts that have a file of this name have in it by another name, in the order of the parts."""
+    """Lists the object ``name`` of each part's file ``file``, in the order of the parts that have the file."""
     files = (f"{__package__}.{part}.{file}" for part in NAMES)
     return tuple(getattr(importlib.import_module(path), name) for path in files if importlib.util.find_spec(path))

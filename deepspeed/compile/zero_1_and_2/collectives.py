@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of collectives that say what this rank could not do, and errors of one rank that all ranks raise."""
+"""Errors of collectives that name their purpose, and errors of one rank that all ranks raise."""
 
 import contextlib
 from typing import TYPE_CHECKING, Iterator, List, Optional, Tuple

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What this fork says to the user while it trains."""
+"""Logs lines for the user during training."""
 
 import logging
 

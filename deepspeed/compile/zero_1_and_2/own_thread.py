@@ -12,11 +12,11 @@ Result = TypeVar("Result")
 
 
 def in_own_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Calls a function in a new thread, waits for it, and returns what it returns or raises what it raises.
+    """Calls a function in a new thread, waits for it, and returns its result or raises its error.
 
-    Torch keeps what a caller opens by thread: modes such as FakeTensorMode, transforms of ``torch.func``, hooks of
+    Torch keeps a caller's contexts by thread: modes such as FakeTensorMode, transforms of ``torch.func``, hooks of
     saved tensors, autocast, inference mode, default devices. A new thread has none. It gets the caller's device,
-    stream and context variables, and changes the latter for the caller, because Dynamo keeps its options there.
+    stream and context variables. The caller sees changes of these variables, because Dynamo keeps its options there.
     """
     accelerator, context = get_accelerator(), contextvars.copy_context()
     device, stream = accelerator.current_device(), accelerator.current_stream()

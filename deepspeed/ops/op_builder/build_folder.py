@@ -1,12 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Builds native code at first use, once for all that it is built of, and by one process at a time.
+"""Builds native code at first use, once for each set of inputs, in one process at a time.
 
-Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would build it
-anew in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the name of the
-folder has a hash of what the build depends on, paths and times left out, and what is built there is used as it is.
-Among these are the compiler and, if the code is built for the processor at hand, the processor: machines of several
-kinds may share a home directory.
+Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would rebuild
+it in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the folder's name
+has a hash of the build's inputs without paths and times, and a module there is used without another check. The
+compiler is an input, and so is the processor if the code is built for it: machines of several kinds may share a home
+directory.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any, Iterator, List, Sequence
 
 # The folder of csrc. Not resolved: an editable install has links here.
 ROOT = Path(__file__).absolute().parents[1]
-# After so many seconds, a process says what it waits for.
+# After so many seconds, a waiting process logs the reason.
 SILENT_SECONDS = 10
 _BUILT = "built"
 
@@ -57,7 +57,7 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     compiler = hashlib.sha256("".join(map(_compiler, compilers)).encode()).hexdigest()[:8]
     folder = Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}-{compiler}", verbose=False))
     if not all(map(_compiler, compilers)) and not name_of_built(folder):
-        # A machine without a compiler uses what another one has built, by whichever compiler.
+        # A machine without a compiler uses a module of another machine, built by any compiler.
         alike = sorted(folder.parent.glob(f"{name}-{key.hexdigest()[:16]}-*"))
         return next(filter(name_of_built, alike), folder)
     return folder
@@ -65,10 +65,10 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
 
 @functools.lru_cache(maxsize=1)
 def _processor() -> str:
-    """Returns what tells processors apart for which a compiler builds other code."""
+    """Returns the properties of the processor on which the compiler's code depends."""
     told = [platform.machine(), platform.processor()]
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        # Of the first processor. Its clock and number change.
+        # Read the first processor, without its clock and number, which change.
         first = file.read(2**14).partition("\n\n")[0]
         told += re.findall(
             r"(?m)^(?:vendor_id|cpu|cpu family|model|model name|flags|Features|CPU .*|isa)\s*:.*", first
@@ -96,7 +96,7 @@ def without_compiler() -> str:
 
 
 def _files(sources, include_paths):
-    """Lists the sources and what they include of DeepSpeed, and not all headers that lie in the same folders."""
+    """Lists the sources and DeepSpeed's headers that they include, not all headers of these folders."""
     found, left = set(), [Path(source) for source in sources]
     while left:
         file = left.pop()
@@ -116,7 +116,7 @@ def name_of_built(folder: Path) -> str:
 
     file = folder / _BUILT
     name = file.read_text() if file.exists() else ""
-    # Whoever clears caches may leave the one and remove the other.
+    # A cleared cache may lack one of the two.
     return name if (folder / f"{name}{LIB_EXT}").exists() else ""
 
 
@@ -136,7 +136,7 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
                 if lacking:
                     # Torch would quote the command, and say that the shell knows no such program.
                     raise RuntimeError(f"DeepSpeed cannot build {name}, because this machine lacks {lacking}")
-                # In a folder of its own: where locks hold for one host alone, another host may build at this time.
+                # Build in a folder of its own: if locks hold on one host only, another host may build at this time.
                 with tempfile.TemporaryDirectory(dir=folder) as own:
                     more = {"extra_include_paths": extra_include_paths, "build_directory": own, **flags}
                     module = cpp_extension.load(name, sources, verbose=verbose, **more)
@@ -150,7 +150,7 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Within it, no other process builds in ``folder``. The kernel ends the lock of a process that is killed."""
+    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process."""
     from filelock import FileLock, Timeout
 
     from deepspeed.utils import logger
@@ -162,7 +162,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
         logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
         lock.acquire()
     except (NotImplementedError, OSError):
-        # The file system has no locks. Processes may build side by side, each in a folder of its own.
+        # The file system has no locks. Processes may build at the same time, each in its own folder.
         yield
         return
     try:

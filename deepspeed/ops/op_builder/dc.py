@@ -71,12 +71,12 @@ class DeepCompileBuilder(OpBuilder):
             return False
 
     def lacking(self) -> str:
-        """Says what the machine lacks to build the module, and how to install it; "" if the module is built."""
+        """Returns the missing requirements of the build, and how to install them; "" if the module is built."""
         from torch.utils import cpp_extension
 
         if self.is_built():
             return ""
-        # torch looks there too, whatever scheme of paths is the default.
+        # Torch looks there too, whatever the default scheme of paths is.
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         no_compiler = build_folder.without_compiler()
         needs = {
@@ -110,7 +110,7 @@ class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
 
 
 class DeepCompileHandle:
-    """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
+    """The result of ``deepspeed.compile.util.get_deepcompile_handle()`` for the base's code.
 
     The base calls ``start_backward()`` in all stages. Every other call belongs to ZeRO-3, and the first of these calls
     builds and loads ZeRO-3's native module. ZeRO-1/2 keeps its state in reducers and needs no call.

@@ -91,8 +91,8 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
 
     Args:
         module: the model.
-        wanted: the names of the blocks' classes, or True for blocks that repeat. These are modules with submodules and
-            parameters, of which a ``ModuleList`` or a ``Sequential`` holds several of one class.
+        wanted: the names of the blocks' classes, or True for blocks that repeat: modules with submodules and
+            parameters in a ``ModuleList`` or a ``Sequential`` that holds several of one class.
 
     Raises:
         ValueError: if no block repeats, if a named class has no block, or if torch cannot compile a block by itself.

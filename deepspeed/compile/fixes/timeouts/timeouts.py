@@ -32,7 +32,7 @@ def shorten_timeouts(engine: "DeepSpeedEngine") -> None:
 
 
 def shorten_timeout(group: "ProcessGroup", device: torch.device) -> None:
-    """Shortens the timeout of a process group to the timeout of the world's. ``device``: of what the group sends."""
+    """Shortens the timeout of a process group to that of the world. ``device``: the device of the sent tensors."""
     world, backend = _communicating_backend(dist.get_world_group(), device), _communicating_backend(group, device)
     if {world.name(), backend.name()} <= {"gloo", "nccl"} and world.options._timeout < backend.options._timeout:
         backend.set_timeout(world.options._timeout)

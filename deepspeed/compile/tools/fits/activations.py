@@ -199,7 +199,7 @@ class Run:
 
         Args:
             batch: the arguments of the model.
-            loss_of: returns the loss of what the model returns.
+            loss_of: returns the loss of the model's results.
             checkpoint: whether each block is computed again in the backward.
             budget: ``compile.activation_memory_budget``.
             chunked_loss: ``compile.chunked_loss``.
@@ -360,8 +360,8 @@ class _Enough(Exception):
 
 
 class _Attention(TorchFunctionMode):
-    """Makes torch's attention drop nothing: a GPU's then keeps what a CPU's does, which has no flash attention with
-    dropout. A GPU's keeps two numbers more for dropout."""
+    """Turns dropout of torch's attention off, because a CPU has no flash attention with dropout. With dropout, a GPU's
+    attention keeps two more numbers."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

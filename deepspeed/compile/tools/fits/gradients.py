@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of its parameters, masters and moments, and of gradients while a backward runs.
+"""The memory of a rank's parameters, masters and moments, and of gradients while a backward runs.
 
 The native reducer itself counts the gradients: it gets tensors without memory, over torch's fake process group.
 """
@@ -25,7 +25,7 @@ ALIGNMENT = 2
 
 
 def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Any:
-    """Returns what the layout and the gathers read of a ZeRO-1/2 optimizer of one parameter group."""
+    """Returns the attributes of a ZeRO-1/2 optimizer with one parameter group that the layout and the gathers read."""
     ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
     return SimpleNamespace(
         round_robin_bit16_groups=[list(parameters)],
@@ -36,7 +36,7 @@ def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Any:
 
 @contextlib.contextmanager
 def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
-    """Context with a process group of so many ranks, of which only this process is there. It takes meta tensors."""
+    """Context with a process group of so many ranks without the other processes. It takes meta tensors."""
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -51,7 +51,7 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
 
 
 class Sent(NamedTuple):
-    """What a rank holds of gradients, in bytes.
+    """The gradients that a rank holds, in bytes.
 
     Attributes:
         before: before the backward at the boundary: of earlier micro-batches.
@@ -75,7 +75,7 @@ def send(
     overlap: bool = True,
     on_host: bool = False,
 ) -> Sent:
-    """Returns what the reducer of one rank holds of the gradients of a step.
+    """Returns the gradients of a step that one rank's reducer holds.
 
     Args:
         parameters: on the meta device, in the order of the flat tensor.
@@ -85,7 +85,7 @@ def send(
         accumulation: micro-batches in a step.
         bucket: ``reduce_bucket_size``.
         overlap: whether buckets travel while the backward goes on.
-        on_host: whether what has arrived lies in the host's memory, which does not count.
+        on_host: whether arrived gradients lie in host memory, which does not count.
 
     Raises:
         ValueError: if the native code cannot be built.
@@ -118,7 +118,7 @@ def send(
             synchronize_before=False,
             synchronize_after=False,
         )
-        # In the masters' dtype, what is averaged lies in one flat tensor.
+        # In the masters' dtype, averaged gradients lie in one flat tensor.
         flat = dtype == torch.float32
         group = reducer.add_group(process_group, laid_out.partition_size[0], dtype, torch.device("meta"), flat, None)
         offsets = [offset for _, offset in flat_layout(laid_out, 0)]
@@ -135,7 +135,7 @@ def send(
         before = held()
         reducer.begin_backward(True)
         arrived = [arrive(index) for index in arrivals]
-        # What is left of a tied weight's second gradient would be sent when ranks have agreed on it.
+        # The rest of a tied weight's second gradient would be sent when ranks have agreed on it.
         reducer.finish_backward(True, False)
         found = Sent(before, arrived, bound())
         reducer.close()

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a function as training compiles it, and splits it with the partitioner that training uses.
 
-All tensors are fake ones on a CPU. torch's CPU has a flash attention whose graph keeps what that of a GPU keeps, if it
-drops nothing, so no GPU is needed.
+All tensors are fake tensors on a CPU. Without dropout, the graph of torch's flash attention on a CPU keeps the same
+tensors as on a GPU, so no GPU is needed.
 """
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple

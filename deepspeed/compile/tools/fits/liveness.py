@@ -1,12 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What memory a compiled graph has at each moment.
+"""The memory of a compiled graph at each moment.
 
-Inductor fuses what treats each element by itself into the kernels that read it, so such values have memory only if a
-graph returns them, if an operator reads them that is no kernel of Inductor's, such as a product of matrices, or if
-several kernels would read too much to make them again. All others have memory from their operator to the last that
-reads it. A fused kernel may write its result over an input that nobody reads later, if it reads each element where it
-writes one.
+Inductor fuses elementwise operators into the kernels that read their results. Such a result has memory only if the
+graph returns it, if an operator that is no kernel of Inductor's reads it, such as a product of matrices, or if several
+kernels would read too much to compute it again. All other values have memory from their operator to the last reader. A
+fused kernel may write its result over an input that nobody reads later, if it reads each element where it writes one.
 """
 
 import operator
@@ -15,7 +14,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Set
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-# What Inductor fuses, and torch does not mark as pointwise.
+# Operators that Inductor fuses although torch does not mark them as pointwise.
 _FUSED = set(
     "convert_element_type full full_like iota arange clone constant_pad_nd cat where gather embedding index "
     "scalar_tensor zeros zeros_like ones ones_like empty empty_like masked_fill slice_scatter select_scatter copy "
@@ -71,7 +70,7 @@ def bytes_of(value: Any) -> int:
 
 
 def life_of_forward(gm: GraphModule, outputs: int, saved: List[Saved]) -> Life:
-    """Returns the life of a forward graph, and fills ``saved`` with what it keeps beside its first ``outputs``."""
+    """Returns the life of a forward graph, and fills ``saved`` with its results after the first ``outputs``."""
     graph = gm.graph
     returned = list(graph.output_node().args[0])
     bases = {base_of(node): index for index, node in reversed([*enumerate(returned[:outputs])]) if _is_node(node)}
@@ -166,7 +165,7 @@ def _with_memory(graph: Graph) -> Set[Node]:
 
 
 def _read_by_several(node):
-    """Whether kernels of several shapes read what is fused into them."""
+    """Whether kernels of several shapes read the fused values."""
     open_, kernels, seen = [node], set(), set()
     while open_:
         for user in open_.pop().users:
@@ -198,7 +197,7 @@ def _with_memory_for_operators(graph):
 
 
 def _has_items(node):
-    """Whether a node returns several tensors, each of which a node of its own takes out."""
+    """Whether a node returns several tensors, which other nodes take out one by one."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
@@ -218,7 +217,7 @@ def _reads(node: Node, with_memory: Set[Node]) -> Set[Node]:
 
 
 def _read_in_place(node: Node, with_memory: Set[Node]) -> Set[Node]:
-    """Returns those of :func:`_reads` of which the kernel reads only the element in whose place it writes one."""
+    """Returns those of :func:`_reads` that the kernel reads only at the elements that it writes."""
     elsewhere, in_place, seen = set(), set(), set()
     open_ = [(node, True)]
     while open_:
@@ -292,7 +291,7 @@ def _life(graph: Graph, owned: Dict[Node, int], gradients: Iterable, kept: Set[N
         for number in leaving.get(node, ()):
             life.append(Moment(most, live := live - size[node], number))
             most, size[node] = live, 0
-    # What no kernel reads is dropped at the end.
+    # Values that no kernel reads are dropped at the end.
     live -= sum(count for base, count in owned.items() if base not in last)
     life.append(Moment(most, live))
     return life

@@ -170,7 +170,7 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
     """Lists the modes that have a meaning for a model.
 
     Args:
-        question: what is asked.
+        question: the user's question.
         has_frozen: whether a parameter of a block is frozen.
         has_blocks: whether it has blocks that can have graphs of their own.
     """

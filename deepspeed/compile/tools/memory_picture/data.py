@@ -99,10 +99,10 @@ class StepMemory:
         return {name: max(peaks, key=lambda peak: peak.bytes) for name, peaks in of_phase.items()}
 
     def thinned(self, points: int) -> "StepMemory":
-        """Returns the same with at most about ``points`` points.
+        """Returns the step with at most about ``points`` points.
 
-        The time is divided into equal stretches, of each of which the highest point of the sum and of each category
-        stays: peaks are exact, and an even course keeps few points.
+        The time is divided into equal stretches. Each keeps the highest point of the sum and of each category, so
+        peaks are exact, and an even course keeps few points.
         """
         if len(self.seconds) <= points:
             return self

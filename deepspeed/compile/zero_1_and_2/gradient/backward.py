@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which backwards make up a step, and what remains of the step when a backward raises.
+"""Decides which backwards make up a step, and what remains of the step when a backward raises.
 
 The native reducer knows whether a backward is running: it begins, finishes and abandons backwards under one lock.
 :class:`BackwardLife` knows what DeepSpeed and the caller have said of the step: micro-batches, boundaries and regions.

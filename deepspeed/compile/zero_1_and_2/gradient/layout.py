@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters lie in the flat tensors of a ZeRO-1/2 optimizer.
+"""The layout of parameters in the flat tensors of a ZeRO-1/2 optimizer.
 
 Each parameter group has one flat tensor. The flat tensor is cut into as many partitions of equal size as there are
 ranks, and rank r owns partition r. A parameter may straddle several partitions. The native ``cut_at_partitions()``

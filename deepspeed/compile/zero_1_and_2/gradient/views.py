@@ -107,7 +107,7 @@ class PartitionViews(list):
         super().__setitem__(slice(None), [_NOT_MADE] * len(self._specs))
         self._is_made = False
 
-    # What the caller has changed ------------------------------------------------------------------------------------
+    # Changes of the caller ------------------------------------------------------------------------------------------
 
     def read(self, entries: Any, name: str) -> None:
         """Makes each entry that lies in other memory than its target the new target. Called before a step.
@@ -149,7 +149,7 @@ class PartitionViews(list):
         if changed or entries is not self:
             self._forget_views()
 
-    # What becomes of the targets ------------------------------------------------------------------------------------
+    # The targets' end -----------------------------------------------------------------------------------------------
 
     def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
         """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""

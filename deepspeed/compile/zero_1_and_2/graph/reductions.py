@@ -40,7 +40,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
         with graph.inserting_after(gradient):
             reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
-        # The partitioner keeps what has this tag in the backward.
+        # The partitioner puts nodes with this tag into the backward.
         reduction.meta["partitioner_tag"] = "must_be_in_backward"
         # Two parameters may share one gradient, so the reduction replaces only this parameter's output.
         results[place] = reduction

@@ -1,3 +1,3 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where new parameters are written, and how all ranks get them."""
+"""The memory of new parameters, and the gather that gives them to all ranks."""

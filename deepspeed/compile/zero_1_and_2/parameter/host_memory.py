@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where gradients and new parameters lie if ``offload_optimizer`` puts the optimizer on the host.
+"""The host memory of gradients and new parameters if ``offload_optimizer`` puts the optimizer on the host.
 
 DeepSpeed copies new parameters to the device from a host tensor of each partition's size and of the parameters' dtype,
 pinned if ``pin_memory`` says so. The gradients of the partition lie in the same memory: the optimizer reads a gradient

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where gradients and new parameters of this rank's partitions are written."""
+"""The memory of gradients and new parameters of this rank's partitions."""
 
 import contextlib
 from typing import ContextManager, Optional

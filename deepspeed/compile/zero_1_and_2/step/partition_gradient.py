@@ -57,7 +57,7 @@ class PartitionGradient:
     def scaled(self, first: int, last: int) -> torch.Tensor:
         """Returns the elements [first, last), 1-D, scaled, in the dtype of the master weights. Padding is zero.
 
-        The next call overwrites what this call returns.
+        The next call overwrites the result.
         """
         if self._flat is not None:
             gradient = self._flat[first:last]
@@ -89,7 +89,7 @@ class PartitionGradient:
     def as_it_is(self, first: int, last: int) -> torch.Tensor:
         """Returns the elements [first, last), 1-D, not scaled, and in their own dtype. Padding is zero.
 
-        The next call may overwrite what this call returns.
+        The next call may overwrite the result.
         """
         if self._flat is not None:
             return self._flat[first:last]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
 
-:func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible. One pass reads all
+:func:`run` replaces the ZeRO optimizer's own step, in as few passes over memory as possible. One pass reads all
 gradients for their norm, which also says whether gradients overflowed (``norm.py``). A second pass steps this rank's
 partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them. In
 the end :func:`run` releases gradients that are left, as after an overflow.
