@@ -33,7 +33,7 @@ config = {
     "zero_optimization": {"stage": 1},
     "compile": {"deepcompile": True},
 }
-# Without GPUs Accelerate knows of other processes only if it is told how they communicate.
+# Without GPUs Accelerate finds other processes only if it gets their backend.
 on_cpu = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
 accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), kwargs_handlers=on_cpu)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)

@@ -30,7 +30,7 @@ if args.tiny:
     args.model = tiny_model()
 
 if not torch.cuda.is_available():
-    # Without GPUs Accelerate knows of other processes only if it is told how they communicate.
+    # Without GPUs Accelerate finds other processes only if it gets their backend.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
 config = {
