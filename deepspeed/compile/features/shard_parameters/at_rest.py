@@ -46,7 +46,7 @@ CALLS_WITHIN = 8
 CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
-class _Share:
+class _ParamRef:
     """Whose values a tensor at rest stands for.
 
     Args:
@@ -106,7 +106,7 @@ class _Share:
             return False
         return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
 
-    def of_copy(self) -> "_Share":
+    def of_copy(self) -> "_ParamRef":
         """Returns whose values a copy stands for."""
         of_copy = copy.copy(self)
         of_copy.is_copy = True
@@ -383,7 +383,7 @@ def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
     """Makes a parameter of a ``Unit`` raise an error when it is read. ``name`` is the parameter's, for errors."""
-    _put_to_rest(parameter, _Share(name, unit))
+    _put_to_rest(parameter, _ParamRef(name, unit))
 
 
 def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:

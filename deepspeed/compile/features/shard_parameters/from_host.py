@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
-from .partitions import Home
+from .partitions import OwnedShard
 from .private_torch import become
 
 PURPOSE = "cut a model on the host"
@@ -111,7 +111,7 @@ class _Cutting(DeepSpeedZeroOptimizer):
         spans = [(first, first + shape.numel()) for first, shape in zip(offsets, shapes, strict=True)]
         numel = -(-spans[-1][1] // alignment) * alignment
         size = numel // world
-        home = Home(range(rank * size, (rank + 1) * size), spans, dtype.itemsize)
+        home = OwnedShard(range(rank * size, (rank + 1) * size), spans, dtype.itemsize)
         self.own_partitions[group] = home.allocate(dtype, device)
         # What is read of a parameter before it is sharded is no number.
         flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(numel)

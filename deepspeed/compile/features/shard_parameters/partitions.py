@@ -18,7 +18,7 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
 from ..overlap_gather.runs import runs
-from .places import Place, begin_of, note_storage
+from .places import TensorSlot, begin_of, note_storage
 from .private_torch import address_of
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class Home:
+class OwnedShard:
     """The parameters of one group that lie on this rank always: those of which it owns anything.
 
     Args:
@@ -57,10 +57,10 @@ class Home:
             max([partition.stop, *(last for _, last in inside)]),
         )
         self.memory: Optional[torch.Tensor] = None
-        self._places: List[Place] = []  # in order
+        self._places: List[TensorSlot] = []  # in order
 
     @classmethod
-    def of(cls, optimizer: "DeepSpeedZeroOptimizer", group: int) -> "Home":
+    def of(cls, optimizer: "DeepSpeedZeroOptimizer", group: int) -> "OwnedShard":
         """Returns the home of a parameter group of an optimizer."""
         first = partition_offset(optimizer, group)
         spans = [(first, first + parameter.numel()) for parameter, first in flat_layout(optimizer, group)]
@@ -112,11 +112,11 @@ class Home:
         begin, end = self.span(first, last)
         return self.memory[begin:end]
 
-    def note(self, place: Place) -> None:
+    def note(self, place: TensorSlot) -> None:
         """Notes where a parameter lies here."""
         bisect.insort(self._places, place, key=begin_of)
 
-    def find(self, offset: int) -> Optional[Place]:
+    def find(self, offset: int) -> Optional[TensorSlot]:
         """Returns the place at an offset in bytes in the memory's storage, if one was noted."""
         offset -= self.memory.storage_offset()
         number = bisect.bisect(self._places, offset, key=begin_of) - 1
@@ -136,7 +136,7 @@ class Partitions:
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
         self._optimizer = weakref.ref(optimizer)
         self._own: List[torch.Tensor] = []
-        self.homes = [Home.of(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
+        self.homes = [OwnedShard.of(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
 
     def take_over(self) -> None:
         """Copies what lies here into tensors of their own."""
@@ -213,7 +213,7 @@ class TrainedPart:
             self._messages.append(before)
         self.places = [*self._places(optimizer, {id(parameter): name for name, parameter in parameters.items()})]
 
-    def _places(self, optimizer, names) -> Iterator[Place]:
+    def _places(self, optimizer, names) -> Iterator[TensorSlot]:
         for group, home in enumerate(self._homes):
             for parameter, first in flat_layout(optimizer, group):
                 name = names.get(id(parameter))
@@ -221,13 +221,13 @@ class TrainedPart:
                     continue
                 last = first + parameter.numel()
                 if home.has_any(first, last):
-                    yield Place(name, parameter, *home.span(first, last), home, is_trained=True)
+                    yield TensorSlot(name, parameter, *home.span(first, last), home, is_trained=True)
                 else:
                     message = next(each for each in self._messages if each.group == group and first < each.last)
                     # Nothing of it lies here always.
                     assert message.begin is not None
                     begin = message.begin + (first - message.first) * home.size
-                    yield Place(name, parameter, begin, begin + (last - first) * home.size, is_trained=True)
+                    yield TensorSlot(name, parameter, begin, begin + (last - first) * home.size, is_trained=True)
 
     def messages(self, memory: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
         """Yields (owner, bytes) of each message. ``memory`` is the unit's."""

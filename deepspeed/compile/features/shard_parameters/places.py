@@ -29,14 +29,14 @@ def _forget(address, reference):
 
 
 @dataclasses.dataclass(eq=False)
-class Place:
+class TensorSlot:
     """Where a tensor lies, and what it was when its unit was made."""
 
     name: str  # of the parameter
     tensor: torch.Tensor
     begin: int  # in bytes, in the unit's buffer, or in `home`
     end: int
-    home: Any = None  # the Home of a parameter of which this rank owns anything
+    home: Any = None  # the OwnedShard of a parameter of which this rank owns anything
     is_trained: bool = False
     unit: Any = None  # a weak reference to the Unit, which has the place
     version: int = 0  # when the unit was gathered; torch counts changes in place

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .places import KNOWN_STORAGES, Place
+from .places import KNOWN_STORAGES, TensorSlot
 from .private_torch import address_of, saving_hooks, takes_saving_hooks, version_of
 from .unit import Unit
 
@@ -43,7 +43,7 @@ class _Handle(NamedTuple):
     size: torch.Size
     stride: Tuple[int, ...]
     offset: int
-    place: Place
+    place: TensorSlot
     version: Optional[int]
 
     def tensor(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...fixes.subclasses.tensors import plain_tensors
 from ...zero_1_and_2.messages import warn
 from .partitions import TrainedPart, aligned
-from .places import KNOWN_STORAGES, Place, begin_of, note_storage
+from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
 from .private_torch import address_of, users_of, version_of, without_torch_function
 
 ANOTHER_KIND_OF_TRAINED = (
@@ -63,12 +63,12 @@ class UnitMemory:
         self._parameters = {**frozen, **trained}
         self._rank, self._device, self.is_shared = rank, device, world > 1
         # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
-        self._places: Dict[str, List[Place]] = {}
+        self._places: Dict[str, List[TensorSlot]] = {}
         nbytes = 0
         for name, parameter in frozen.items():
             self._places[name] = []
             for tensor in plain_tensors([parameter]):
-                self._places[name].append(Place(name, tensor, nbytes, nbytes + tensor.nbytes))
+                self._places[name].append(TensorSlot(name, tensor, nbytes, nbytes + tensor.nbytes))
                 nbytes += aligned(tensor.nbytes)
         self._share_bytes = aligned(-(-nbytes // world))
         self.frozen_bytes = self.nbytes = world * self._share_bytes
@@ -101,11 +101,11 @@ class UnitMemory:
         """Whether the optimizer has a parameter."""
         return any(place.is_trained for place in self._places.get(name, ()))
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[TensorSlot]:
         """Yields the places of all tensors of which the parameters are made."""
         return itertools.chain.from_iterable(self._places.values())
 
-    def find(self, offset: int) -> Place:
+    def find(self, offset: int) -> TensorSlot:
         """Returns the place at an offset in bytes in the buffer."""
         return self._in_buffer[bisect.bisect(self._in_buffer, offset, key=begin_of) - 1]
 
