@@ -167,7 +167,8 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
         // A single rank has nobody to send to.
         if (group.world() == 1) { continue; }
         std::vector<Message> messages;
-        const bool average = group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
+        const bool average = group.divisor == group.world() &&
+                             group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
         for (auto& segment : segments_) {
             if (segment.group != &group) { continue; }
             auto of_segment = segment.messages();
@@ -175,8 +176,9 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
                 sort_by_owner(segment, std::move(of_segment));
                 of_segment = segment.messages();
             }
-            // Only NCCL averages; other backends add up. Scaling before the sum keeps the sum within fp16's range.
-            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
+            // NCCL can divide by the number of ranks, and nothing else; other backends only add up. Scaling before the
+            // sum keeps the sum within fp16's range.
+            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor); }
             messages.insert(messages.end(), of_segment.begin(), of_segment.end());
         }
         if (messages.empty()) { continue; }

@@ -72,6 +72,7 @@ Reducer::~Reducer()
 // 1. Registered empty.
 
 int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                           double divisor,
                            int64_t partition_numel,
                            at::ScalarType target_dtype,
                            at::Device device,
@@ -79,6 +80,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            std::optional<at::Tensor> host)
 {
     std::lock_guard lock(mutex_);
+    TORCH_CHECK_VALUE(divisor > 0, "the divisor of gradients must be positive");
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
     // Ranks agree on one order of all gradients.
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().process_group->getSize() == process_group->getSize(),
@@ -92,7 +94,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
                       "either all parameter groups have targets in host memory, or none has");
     groups_.push_back(
-        {std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_});
+        {std::move(process_group), divisor, partition_numel, target_dtype, device, flat, std::move(host), counters_});
     streams_.set_device(device);
     return static_cast<int64_t>(groups_.size()) - 1;
 }

@@ -454,6 +454,7 @@ private:
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
 struct PartitionGroup {
     c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+    double divisor;  ///< of the ranks' sum of a gradient
     int64_t partition_numel;
     at::ScalarType target_dtype;  ///< of targets and of unreduced sums
     at::Device device;
@@ -510,11 +511,12 @@ public:
 
     int64_t identity() const { return options_.identity; }
 
-    /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
+    /// Returns the index of the group. `divisor`: what the ranks' sum of a gradient is divided by. `partition_numel` is the same on every rank. All groups of a Reducer are on one
     /// device. `flat`: whether targets are to lie in a flat partition. `host`: host memory [partition_numel] of the
     /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
     /// a step's last finish_backward() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                      double divisor,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
                       at::Device device,

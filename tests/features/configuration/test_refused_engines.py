@@ -167,8 +167,9 @@ REFUSED_ENGINES = {
     ),
     "sequence_parallel_size": (
         "sequence",
-        "sequence parallelism over 2 ranks is only supported with the pass 'autosp'; set compile.passes to ['autosp'] "
-        "and use stage 1",
+        "a mesh has 2 ranks for a sequence, over which DeepSpeed reduces no gradients; give deepspeed.initialize() an "
+        "mpu in its place, such as UlyssesSPAttentionHF.register_with_transformers() returns, or set compile.passes "
+        "to ['autosp'] and use stage 1",
     ),
     "expert_parallel": (
         "experts",

@@ -42,22 +42,13 @@ def _unsupported_parallelism(request):
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
-    ranks = _ranks_of_a_sequence(engine)
+    ranks = 1 if engine.mesh_device is None else engine.mesh_device["sequence_parallel"].size()
     if ranks > 1:
         yield (
-            f"sequence parallelism over {ranks} ranks is only supported with the pass 'autosp'; set compile.passes to "
-            "['autosp'] and use stage 1"
+            f"a mesh has {ranks} ranks for a sequence, over which DeepSpeed reduces no gradients; give "
+            "deepspeed.initialize() an mpu in its place, such as UlyssesSPAttentionHF.register_with_transformers() "
+            "returns, or set compile.passes to ['autosp'] and use stage 1"
         )
-
-
-def _ranks_of_a_sequence(engine):
-    """Returns on how many ranks a sequence lies, also before the engine knows it."""
-    if "sequence_parallel_size" in vars(engine):
-        return engine.sequence_parallel_size
-    if engine.mesh_device is not None:
-        return engine.mesh_device["sequence_parallel"].size()
-    ask = getattr(engine.mpu, "get_sequence_parallel_world_size", None)
-    return 1 if ask is None else ask()
 
 
 def _unsupported_parameters(request):
