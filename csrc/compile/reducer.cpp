@@ -82,9 +82,6 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
     std::lock_guard lock(mutex_);
     TORCH_CHECK_VALUE(divisor > 0, "the divisor of gradients must be positive");
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
-    // Ranks agree on one order of all gradients.
-    TORCH_CHECK_VALUE(groups_.empty() || groups_.front().process_group->getSize() == process_group->getSize(),
-                      "all parameter groups of an engine must be shared by the same ranks");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
                       "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
                           groups_.front().device.str());
@@ -367,7 +364,8 @@ void Reducer::compare_and_await_targets()
 {
     std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
-    if (streams_.on_cpu() && groups_.front().world() > 1) { agreement_.compare(groups_.front(), "begin a step"); }
+    const auto& all_ranks = largest(groups_);
+    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(all_ranks, "begin a step"); }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.

@@ -15,7 +15,7 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.utils import groups
 
-from support.front_doors import LEARNING_RATE, LENGTH, ROWS, VOCABULARY, make_rows, process_as_it_was
+from support.front_doors import LEARNING_RATE, LENGTH, VOCABULARY, make_rows, process_as_it_was
 from support.ids import vary
 from support.models import qwen3_config
 from support.training import device, forget_autocast
@@ -184,11 +184,12 @@ def train_with_trainer(folder, deepcompile, options=()):
             output_dir=folder,
             deepspeed={
                 "zero_optimization": {"stage": 1},
-                "train_micro_batch_size_per_gpu": ROWS,
+                # Of more, DeepSpeed's loader gives transformers labels on a CPU that are not contiguous.
+                "train_micro_batch_size_per_gpu": 1,
                 "compile": {"deepcompile": deepcompile, **dict(options)},
             },
             parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
-            per_device_train_batch_size=ROWS,
+            per_device_train_batch_size=1,
             learning_rate=LEARNING_RATE,
             max_steps=4,
             logging_steps=1,
@@ -197,7 +198,7 @@ def train_with_trainer(folder, deepcompile, options=()):
             disable_tqdm=True,
             **others,
         )
-        rows = [{**row, "position_ids": torch.arange(LENGTH)} for row in make_rows(16 * ROWS, seed=1)]
+        rows = [{**row, "position_ids": torch.arange(LENGTH)} for row in make_rows(16, seed=1)]
         trainer = Trainer(make_model(2), arguments, train_dataset=rows)
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -9,7 +9,6 @@ import torch
 from torch.nn import Embedding, EmbeddingBag
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ...zero_1_and_2.feature import Request
@@ -28,15 +27,9 @@ def refused(request: Request) -> Iterator[str]:
 
 def _unsupported_parallelism(request):
     """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
-    engine, optimizer = request.engine, request.optimizer
+    engine = request.engine
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    marked = optimizer is not None and any(group.get("moe") for group in optimizer.param_groups)
-    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
-        yield (
-            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
-            "set compile.deepcompile to false"
-        )
     if engine.autotp_size() > 1:
         yield (
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
