@@ -84,7 +84,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
             synchronize_after=False,
         )
         dtype = model.parameters[0].dtype
-        group = reducer.add_group(process_group, laid_out.partition_size[0], dtype, meta, False, None)
+        group = reducer.add_group(process_group, ranks, laid_out.partition_size[0], dtype, meta, False, None)
         for number, (parameter, offset) in enumerate(flat_layout(laid_out, 0)):
             reducer.register_parameter(group, str(number), parameter, dtype, offset)
         reducer.begin_backward(True)

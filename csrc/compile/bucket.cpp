@@ -163,19 +163,24 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
     // Views of the segments' memory. Sorting replaces that memory, and a view would keep the old memory alive.
     joinable_.clear();
     for (const auto& group : groups) {
-        // A single rank has nobody to send to.
-        if (group.world() == 1) { continue; }
         std::vector<Message> messages;
-        const bool average = group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
+        const bool average = group.divisor == group.world() &&
+                             group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
         for (auto& segment : segments_) {
             if (segment.group != &group) { continue; }
+            // A single rank has nobody to send to. Targets in host memory come here all the same.
+            if (group.world() == 1) {
+                if (group.divisor != 1) { segment.memory.narrow(0, 0, segment.used).div_(group.divisor); }
+                continue;
+            }
             auto of_segment = segment.messages();
             if (owners_alternate(of_segment)) {
                 sort_by_owner(segment, std::move(of_segment));
                 of_segment = segment.messages();
             }
-            // Only NCCL averages; other backends add up. Scaling before the sum keeps the sum within fp16's range.
-            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
+            // NCCL can divide by the number of ranks, and nothing else; other backends only add up. Scaling before the
+            // sum keeps the sum within fp16's range.
+            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor); }
             messages.insert(messages.end(), of_segment.begin(), of_segment.end());
         }
         if (messages.empty()) { continue; }
@@ -327,8 +332,10 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
 {
     // A copy to the host takes time, and the gradient's memory waits for it in a bucket.
     if (record.group->world() == 1 && !record.group->host) {
-        record.group->bind(
-            record.pieces.front().target_offset, in_shape(gradient.contiguous(), {gradient.numel()}), donated);
+        auto own = in_shape(gradient.contiguous(), {gradient.numel()});
+        const double divisor = record.group->divisor;
+        if (divisor != 1) { own = donated ? own.div_(divisor) : own.div(divisor); }
+        record.group->bind(record.pieces.front().target_offset, own, donated || divisor != 1);
         return;
     }
     if (filling_->add_to_earlier(record, gradient)) { return; }
@@ -349,7 +356,7 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
 
 void BucketQueue::begin_backward()
 {
-    if (!groups_.empty()) { launches_before_ = launches_over(*groups_.front().process_group, 0); }
+    if (!groups_.empty()) { launches_before_ = launches_over(*largest(groups_).process_group, 0); }
 }
 
 void BucketQueue::launch()
@@ -359,7 +366,7 @@ void BucketQueue::launch()
     drain();
     RECORD_USER_SCOPE("deepcompile::launch");
     if (options_.synchronize_before) { streams_.synchronize_device(); }
-    const auto& group = groups_.front();
+    const auto& group = largest(groups_);
     const int64_t launches = launches_over(*group.process_group, 1);
     agreement_.add_bucket(filling_->fingerprint(), launches - 1 - launches_before_);
     launches_before_ = launches;
@@ -399,6 +406,13 @@ void BucketQueue::abandon()
 }
 
 // 3. Bound.
+
+const PartitionGroup& largest(const std::deque<PartitionGroup>& groups)
+{
+    return *std::max_element(groups.begin(), groups.end(), [](const PartitionGroup& one, const PartitionGroup& other) {
+        return one.world() < other.world();
+    });
+}
 
 void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donated)
 {

@@ -285,7 +285,7 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
 void Reducer::agree_and_reduce_late()
 {
     RECORD_USER_SCOPE("deepcompile::agree");
-    const auto& group = groups_.front();
+    const auto& group = largest(groups_);
     if (group.world() == 1) { return; }
     streams_.order_after_last_use();
     agreement_.add(Marker::step_complete);
@@ -307,7 +307,7 @@ void Reducer::agree_and_reduce_late()
 
 std::vector<int64_t> Reducer::exchange_orders()
 {
-    const auto& group = groups_.front();
+    const auto& group = largest(groups_);
     const auto count = static_cast<int64_t>(records_.size());
     // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions; then
     // for each parameter the negated number of steps in which this rank has not seen it; then for each parameter whether

@@ -72,6 +72,7 @@ Reducer::~Reducer()
 // 1. Registered empty.
 
 int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                           double divisor,
                            int64_t partition_numel,
                            at::ScalarType target_dtype,
                            at::Device device,
@@ -79,10 +80,8 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            std::optional<at::Tensor> host)
 {
     std::lock_guard lock(mutex_);
+    TORCH_CHECK_VALUE(divisor > 0, "the divisor of gradients must be positive");
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
-    // Ranks agree on one order of all gradients.
-    TORCH_CHECK_VALUE(groups_.empty() || groups_.front().process_group->getSize() == process_group->getSize(),
-                      "all parameter groups of an engine must be shared by the same ranks");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
                       "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
                           groups_.front().device.str());
@@ -92,7 +91,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
                       "either all parameter groups have targets in host memory, or none has");
     groups_.push_back(
-        {std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_});
+        {std::move(process_group), divisor, partition_numel, target_dtype, device, flat, std::move(host), counters_});
     streams_.set_device(device);
     return static_cast<int64_t>(groups_.size()) - 1;
 }
@@ -365,7 +364,8 @@ void Reducer::compare_and_await_targets()
 {
     std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
-    if (streams_.on_cpu() && groups_.front().world() > 1) { agreement_.compare(groups_.front(), "begin a step"); }
+    const auto& all_ranks = largest(groups_);
+    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(all_ranks, "begin a step"); }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.

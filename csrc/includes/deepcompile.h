@@ -453,6 +453,7 @@ private:
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
 struct PartitionGroup {
     c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+    double divisor;  ///< of the ranks' sum of a gradient
     int64_t partition_numel;
     at::ScalarType target_dtype;  ///< of targets and of unreduced sums
     at::Device device;
@@ -480,6 +481,10 @@ struct PartitionGroup {
     /// Moves all targets, also handed-over ones, to `dropped`.
     void release(Dropped& dropped);
 };
+
+/// The group with the most ranks, which are all of the engine's. There ranks agree: on the order of all gradients, also
+/// of those that only some ranks share, such as experts'. All ranks have as many of these, in the same shapes.
+const PartitionGroup& largest(const std::deque<PartitionGroup>& groups);
 
 // 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
 
@@ -509,11 +514,13 @@ public:
 
     int64_t identity() const { return options_.identity; }
 
-    /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
-    /// device. `flat`: whether targets are to lie in a flat partition. `host`: host memory [partition_numel] of the
+    /// Returns the index of the group. `process_group`: the ranks that share the parameters, all of the engine's or a
+    /// part of them. `divisor`: what the ranks' sum of a gradient is divided by. `partition_numel` is the same on every
+    /// rank. All groups of a Reducer are on one device. `flat`: whether targets are to lie in a flat partition. `host`: host memory [partition_numel] of the
     /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
     /// a step's last finish_backward() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                      double divisor,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
                       at::Device device,

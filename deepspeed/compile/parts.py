@@ -29,6 +29,7 @@ NAMES = (
     "tools.memory_picture",
     "fixes.dora",
     "fixes.liger",
+    "fixes.experts",
     "features.activation_budget",
     "features.blocks",
     "fixes.key_value_cache",

@@ -192,7 +192,7 @@ def train_without_elements():
     registered = gradient_counters(beside.engine)["registered"]
     arguments = {"identity": 0, "bucket_numel": 8, "send_numel": 8, "overlap": True}
     reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
-    group = reducer.add_group(dist.group.WORLD, 8, torch.float32, device(), False, None)
+    group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), 8, torch.float32, device(), False, None)
     try:
         reducer.register_parameter(group, "empty", empty, torch.float32, 0)
     except ValueError as error:

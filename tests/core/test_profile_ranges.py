@@ -30,7 +30,7 @@ def ranges_of_a_backward():
     )
     parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(3)]
     numel = 3 * ELEMENTS // 2
-    group = reducer.add_group(dist.group.WORLD, numel, torch.float32, device(), False, None)
+    group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), numel, torch.float32, device(), False, None)
     for index, parameter in enumerate(parameters):
         reducer.register_parameter(group, f"parameter {index}", parameter, torch.float32, index * ELEMENTS)
     registrations = torch.tensor([reducer.identity, 0, 1, 2])

@@ -242,7 +242,7 @@ def memory_after_a_send_that_failed(numel=2**20):
         synchronize_before=False,
         synchronize_after=False,
     )
-    group = reducer.add_group(dist.group.WORLD, numel, torch.float32, device(), False, None)
+    group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), numel, torch.float32, device(), False, None)
     parameters = [torch.nn.Parameter(torch.zeros(numel, device=device())) for _ in range(2)]
     # Gradients are sent in the reverse of this order, each to the rank of its number.
     for index, dtype in enumerate((torch.int16, torch.float32)):

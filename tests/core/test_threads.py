@@ -66,7 +66,9 @@ class Registered:
         self.registrations = torch.tensor([self.reducer.identity, *range(count)])
         self.world = process_group.size()
         self.numel = -(-count * ELEMENTS // self.world)
-        group = self.reducer.add_group(process_group, self.numel, torch.float32, device(), flat, None)
+        group = self.reducer.add_group(
+            process_group, process_group.size(), self.numel, torch.float32, device(), flat, None
+        )
         for index, parameter in enumerate(self.parameters):
             name = f"parameter {index}"
             self.reducer.register_parameter(group, name, parameter, torch.float32, index * ELEMENTS)

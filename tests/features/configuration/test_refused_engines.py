@@ -133,7 +133,9 @@ def compile_engines_of_other_kinds():
     groups.mesh_device = None
     experts = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1))
     named = {"params": list(experts.parameters()), "name": "all"}
-    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named), advised=off)
+    sharded = {"deepcompile": True, "shard_parameters": "all"}
+    groups_of_experts = split_params_into_different_moe_groups_for_optimizer(named)
+    said["experts"] = raised(experts, groups_of_experts, compile=sharded, advised={"deepcompile": True})
     # Experts of one's own, marked as those of DeepSpeed's layers are.
     marked = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     for parameter in marked[1].parameters():
@@ -170,13 +172,18 @@ REFUSED_ENGINES = {
     ),
     "sequence_parallel_size": (
         "sequence",
-        "sequence parallelism over 2 ranks is only supported with the pass 'autosp'; set compile.passes to ['autosp'] "
-        "and use stage 1",
+        "a mesh has 2 ranks for a sequence, over which DeepSpeed reduces no gradients; give deepspeed.initialize() an "
+        "mpu in its place, such as UlyssesSPAttentionHF.register_with_transformers() returns, or set compile.passes "
+        "to ['autosp'] and use stage 1",
     ),
     "expert_parallel": (
-        "experts",
-        "mixture-of-experts layers, whose experts have process groups of their own, are not supported; set "
+        "marked experts",
+        "parameters are marked as those of experts, and no layer of DeepSpeed's makes process groups for them; set "
         "compile.deepcompile to false",
+    ),
+    "shard_parameters": (
+        "experts",
+        "compile.shard_parameters cannot shard experts, which not all ranks have; leave it out",
     ),
     "pipeline": ("pipeline", "pipeline parallelism is not supported; set compile.deepcompile to false"),
 }
@@ -189,7 +196,6 @@ def test_refused_engines(ranks):
     finally:
         ranks(2).stop()
     expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
-    expected["marked experts"] = expected["experts"]
     assert results == [expected, expected]
 
 

@@ -93,8 +93,11 @@ def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Op
 
 def _ranks_of_one_model(engine):
     """Returns the group of the ranks that have the same model; None for all ranks."""
-    # DeepSpeed reads the caller's groups too, but later.
-    return None if engine.mpu is None else engine.mpu.get_data_parallel_group()
+    # DeepSpeed reads the caller's groups too, but later. The ranks of one sequence have the same model.
+    for ask in ("get_sequence_data_parallel_group", "get_data_parallel_group"):
+        if hasattr(engine.mpu, ask):
+            return getattr(engine.mpu, ask)()
+    return None
 
 
 def _refuse(engine, group):

@@ -9,7 +9,6 @@ import torch
 from torch.nn import Embedding, EmbeddingBag
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ...zero_1_and_2.feature import Request
@@ -28,36 +27,21 @@ def refused(request: Request) -> Iterator[str]:
 
 def _unsupported_parallelism(request):
     """Yields a sentence for each kind of parallelism that reduces gradients in another way."""
-    engine, optimizer = request.engine, request.optimizer
+    engine = request.engine
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    marked = optimizer is not None and any(group.get("moe") for group in optimizer.param_groups)
-    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
-        yield (
-            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
-            "set compile.deepcompile to false"
-        )
     if engine.autotp_size() > 1:
         yield (
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
-    ranks = _ranks_of_a_sequence(engine)
+    ranks = 1 if engine.mesh_device is None else engine.mesh_device["sequence_parallel"].size()
     if ranks > 1:
         yield (
-            f"sequence parallelism over {ranks} ranks is only supported with the pass 'autosp'; set compile.passes to "
-            "['autosp'] and use stage 1"
+            f"a mesh has {ranks} ranks for a sequence, over which DeepSpeed reduces no gradients; give "
+            "deepspeed.initialize() an mpu in its place, such as UlyssesSPAttentionHF.register_with_transformers() "
+            "returns, or set compile.passes to ['autosp'] and use stage 1"
         )
-
-
-def _ranks_of_a_sequence(engine):
-    """Returns the number of ranks that share a sequence, even before the engine knows it."""
-    if "sequence_parallel_size" in vars(engine):
-        return engine.sequence_parallel_size
-    if engine.mesh_device is not None:
-        return engine.mesh_device["sequence_parallel"].size()
-    ask = getattr(engine.mpu, "get_sequence_parallel_world_size", None)
-    return 1 if ask is None else ask()
 
 
 def _unsupported_parameters(request):

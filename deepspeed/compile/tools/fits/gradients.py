@@ -120,7 +120,8 @@ def send(
         )
         # In the masters' dtype, averaged gradients lie in one flat tensor.
         flat = dtype == torch.float32
-        group = reducer.add_group(process_group, laid_out.partition_size[0], dtype, torch.device("meta"), flat, None)
+        numel, meta = laid_out.partition_size[0], torch.device("meta")
+        group = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None)
         offsets = [offset for _, offset in flat_layout(laid_out, 0)]
         # A trained reducer expects gradients in the order in which they arrived. A new one expects the reverse of the
         # order in which parameters are registered.

@@ -119,10 +119,13 @@ def make_reducer(request: Request, identity: int) -> Reducer:
 def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:
     """Registers each parameter with a reducer, and the memory for its gradients. Allocates no device memory."""
     optimizer, places = engine.optimizer, {}
+    # As the base divides: the ranks of one sequence compute parts of one loss, whose gradients add up.
+    divisor = dist.get_world_size(optimizer.dp_process_group) / optimizer.sequence_parallel_size
     for group, process_group in enumerate(optimizer.real_dp_process_group):
         host = placement.gradients(optimizer, group)
         reducer.add_group(
             process_group or dist.get_world_group(),
+            divisor,
             int(optimizer.partition_size[group]),
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,

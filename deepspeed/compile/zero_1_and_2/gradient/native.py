@@ -40,6 +40,7 @@ class Reducer(Protocol):
     def add_group(
         self,
         process_group: ProcessGroup,
+        divisor: float,
         partition_numel: int,
         target_dtype: torch.dtype,
         device: torch.device,
