@@ -352,6 +352,17 @@ def pack_sources(version: str) -> None:
     setuptools.setup(name="deepspeed", version=version + label, packages=[], py_modules=[], license_files=["LICENSE"])
 
 
+def commit_of_checkout() -> str:
+    """Return the commit of this checkout, which ds_report names; "unknown" if this is no checkout of its own."""
+    if not (ROOT / ".git").exists():
+        return "unknown"
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def main() -> None:
     check_setuptools()
     version, sha256 = read_pin()
@@ -367,6 +378,7 @@ def main() -> None:
     compose(archive, version, tree, link=editable)
 
     os.environ["DS_BUILD_STRING"] = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
+    os.environ["DS_FORK_COMMIT"] = commit_of_checkout()
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     if have_torch:

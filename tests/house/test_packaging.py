@@ -122,6 +122,10 @@ def made(tmp_path_factory, packages, no_torch):
     """The folder in which `make wheel` has put a wheel and an sdist of the repository as it stands."""
     folder = tmp_path_factory.mktemp("made")
     checkout, venv = copy_repository(folder / "checkout"), Venv(folder / "venv", packages)
+    # A checkout with a commit, by which a report names the build.
+    run("git", "init", "--quiet", ".", cwd=checkout)
+    name = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
+    run("git", *name, "commit", "--quiet", "--allow-empty", "--message", "Build", cwd=checkout)
     # The recipe itself, in an environment that exists.
     run("make", "wheel", "TOOLS=", f"BIN={venv.bin}", cwd=checkout, env=no_torch)
     return checkout / "dist"
@@ -157,9 +161,11 @@ def packaged(name):
     return f"deepspeed/ops/{name}" if name.startswith("csrc/") else name
 
 
-def test_wheel_is_named_and_labelled(built):
+def test_wheel_is_named_and_labelled(made, built):
+    commit = run("git", "rev-parse", "--short", "HEAD", cwd=made.parent).strip()
     assert Path(built.filename).name == f"deepspeed-{VERSION}-py3-none-any.whl"
-    assert f"version='{VERSION}'" in built.read("deepspeed/git_version_info_installed.py").decode()
+    written = built.read("deepspeed/git_version_info_installed.py").decode()
+    assert f"version='{VERSION}'" in written and f"git_hash='{commit}'" in written
 
 
 def test_an_extra_brings_what_draws_pictures(built):

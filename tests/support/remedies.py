@@ -57,7 +57,7 @@ FOLLOWED = {
     "use a release of torch that ds_report names as tested": (
         "features/activation_budget/test_activation_budget.py::test_another_partitioner_of_torch"
     ),
-    "has no effect, so give them to engine.compile()": (
+    "have no effect, so give them to engine.compile()": (
         "features/blocks/test_blocks_training.py::test_arguments_with_which_blocks_were_compiled"
     ),
     "if one was changed, change a copy of it, or set the option to null": (
@@ -176,6 +176,12 @@ FOLLOWED = {
     ", or set offload_optimizer.pin_memory to false": "fixes/pinning/test_pinning.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
         "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
+    ),
+    "where it has no effect; move it to compile": (
+        "features/configuration/test_section.py::test_an_option_outside_of_its_section"
+    ),
+    "if that is not meant, call engine.train() first": (
+        "features/configuration/test_by_configuration.py::test_a_module_trained_in_evaluation_mode"
     ),
     "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"

@@ -145,6 +145,7 @@ def test_a_module_trained_in_evaluation_mode(ranks):
     assert found.compiled == [False, True, True]
     assert found.from_graphs[0] == 0 and all(found.from_graphs[1:])
     assert len(said(found.texts, "after its first step, because " + BECAUSE)) == 1
+    assert len(said(found.warnings, "trains in evaluation mode, without dropout")) == 1
 
 
 def of_the_module(loop, ids):

@@ -238,6 +238,19 @@ def test_what_is_no_section(section):
     assert CompileConfig.of({"deepcompile": True}).deepcompile
 
 
+@pytest.mark.quick
+@vary("section", ["", "zero_optimization"])
+@vary("option", ["deepcompile", "shard_parameters"])
+def test_an_option_outside_of_its_section(section, option):
+    """DeepSpeed would ignore it, or say that extra inputs are not permitted."""
+    config = {section: {option: True}} if section else {option: True}
+    where = f"in {section}" if section else "at the top level"
+    says = f"{option} stands {where} of the configuration, where it has no effect; move it to compile"
+    with pytest.raises(ValueError, match=says):
+        CompileConfig.refuse_elsewhere(config)
+    CompileConfig.refuse_elsewhere({"compile": {option: True}, "zero_optimization": True})
+
+
 class Raised(NamedTuple):
     kind: str
     text: str
@@ -273,6 +286,8 @@ def test_a_refusal_is_one_error_on_every_rank(ranks):
         {"compile": {"optimizer_states": "8bit"}},
         {"compile": {"store_param_remainders": True}},
         {"compile": {"monitor_memory": True}, "zero_optimization": {"stage": 3}},
+        {"shard_parameters": "all"},
+        {"zero_optimization": {"deepcompile": True}},
         {"hybrid_engine": {"enabled": True}},
     ]
     first, other = ranks(2).run(raised_by, configs)
@@ -317,6 +332,7 @@ KNOWN_AT_THE_BEGINNING = [
         "compile.overlap_param_gather keeps all parameters on each rank",
     ),
     ({**STATES}, {**BF16, "zero_optimization": {"stage": 3}}, "compile.optimizer_states goes with ZeRO-1 and ZeRO-2"),
+    ({**STATES}, {**BF16, "zero_optimization": {"stage": 0}}, "compile.optimizer_states goes with ZeRO-1 and ZeRO-2"),
     ({**PICTURE}, {**BF16, "zero_optimization": {"stage": 0}}, "compile.memory_picture records engines of ZeRO stage"),
     (
         {**PICTURE, "deepcompile": False},

@@ -7,6 +7,12 @@ IMPORT = "from deepspeed.compile.z3_eager_fallback import"
 EDITS = (
     (
         "deepspeed/runtime/config.py",
+        "beginning of a configuration",
+        "        self._initialize_params(param_dict)\n",
+        "        CompileConfig.refuse_elsewhere(param_dict)\n        self._initialize_params(param_dict)\n",
+    ),
+    (
+        "deepspeed/runtime/config.py",
         "section compile",
         "CompileConfig(**param_dict.get('compile', {}))",
         "CompileConfig.of(param_dict.get('compile', {}))",

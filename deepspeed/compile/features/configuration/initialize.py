@@ -38,7 +38,9 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
         ValueError: for the first option that cannot be honoured, as ``engine.compile()`` does. Also if ZeRO-3 under
             DeepCompile, which partitions the module and changes the process, has options that only ZeRO-1/2 have.
     """
-    if engine.is_deepcompile_enabled() and engine.zero_optimization_stage() == 3:
+    # An engine without an optimizer, such as that of a reference model, may have the configuration of one that trains.
+    other_stage = engine.zero_optimization_stage() not in (1, 2) and engine.optimizer_name() is not None
+    if engine.is_deepcompile_enabled() and other_stage:
         for name in engine._config.compile_config.set_for_zero_1_and_2():
             raise ValueError(
                 f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 "

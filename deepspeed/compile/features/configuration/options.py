@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the section ``compile``. This part has no option of its own."""
 
-from typing import Any, List
+from typing import Any, Dict, List
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
@@ -49,6 +49,22 @@ class Options(BaseModel):
         if not isinstance(section, dict):
             raise ValueError(f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}')
         return cls(**section)
+
+    @classmethod
+    def refuse_elsewhere(cls, config: Dict[str, Any]) -> None:
+        """Called with a whole configuration of DeepSpeed, which ignores unknown names at its top level.
+
+        Raises:
+            ValueError: if an option of the section ``compile`` stands outside of this section.
+        """
+        names = {"deepcompile"}.union(*(options.model_fields for options in doors("options", "Options")))
+        for section in ("", "zero_optimization"):
+            found = config.get(section) if section else config
+            for name in names.intersection(found if isinstance(found, dict) else ()):
+                where = f"in {section}" if section else "at the top level"
+                raise ValueError(
+                    f"{name} stands {where} of the configuration, where it has no effect; move it to compile"
+                )
 
     def set_for_zero_1_and_2(self) -> List[str]:
         """Lists the set options that only ZeRO-1 and ZeRO-2 can honour."""

@@ -89,6 +89,10 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     if engine.is_compiled or _is_left_to_caller(engine):
         return
     if not in_own_thread(_waits_on_any_rank, engine):
+        if not engine.module.training:
+            warn(
+                "The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first"
+            )
         _compile(engine, "after its first step")
 
 

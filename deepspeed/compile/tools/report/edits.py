@@ -3,6 +3,14 @@
 """What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
 
 EDITS = (
+    # The base's own setup.py looks for no commit if DS_BUILD_STRING is set.
+    (
+        "setup.py",
+        "commit of the fork",
+        "# Build specifiers like .devX can be added at install time.",
+        "git_hash = os.environ.get('DS_FORK_COMMIT', git_hash)\n\n"
+        "# Build specifiers like .devX can be added at install time.",
+    ),
     (
         "deepspeed/env_report.py",
         "lines of ds_report",
