@@ -26,6 +26,7 @@ NAMES = (
     "fixes.timeouts",
     "fixes.schedulers",
     "fixes.subclasses",
+    "fixes.universal",
     "tools.memory_picture",
     "fixes.dora",
     "fixes.liger",

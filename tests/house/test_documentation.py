@@ -172,6 +172,11 @@ def check_python(arguments, tmp_path, monkeypatch):
         from deepspeed.compile.tools.fits import __main__ as fits
 
         fits.parser().parse_args(arguments[2:])
+    elif arguments[:2] == ["-m", "deepspeed.checkpoint.ds_to_universal"]:
+        from deepspeed.checkpoint import ds_to_universal
+
+        monkeypatch.setattr(sys, "argv", arguments[1:])
+        ds_to_universal.parse_arguments()
     elif arguments[:2] == ["-m", "benchmarks.tables"]:
         assert arguments[2:], "it takes files"
     else:

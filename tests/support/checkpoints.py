@@ -192,7 +192,7 @@ def differing(actual, expected):
 def to_universal(source, target):
     """Makes a universal checkpoint in the folder ``target`` of the one in ``source``, as DeepSpeed's command does."""
     arguments = ["ds_to_universal.py", "--input_folder", source, "--output_folder", target]
-    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
     with mock.patch.object(sys, "argv", arguments):
         ds_to_universal.main(ds_to_universal.parse_arguments())
 

@@ -177,6 +177,7 @@ FOLLOWED = {
     "call engine.reload_states() to {}": (
         "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
     ),
+    "set checkpoint.load_universal to true,": "fixes/universal/test_universal.py::test_the_error_says_what_to_run",
     "where it has no effect; move it to compile": (
         "features/configuration/test_section.py::test_an_option_outside_of_its_section"
     ),
