@@ -36,7 +36,7 @@ results.py      what a result holds, and how to read figures from it
 steps.py        the training steps of a rank: to take their times, to read memory, to profile
 systems.py      how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
 settings.py     the settings of one run, and their command line
-workload.py     what is trained: the model and the batches
+workload.py     the model and the batches
 flops.py        the floating-point operations of a step, and the peaks of devices
 recorder.py     records memory through one step: the code of this fork's compile.memory_picture
 devices.py      whether to use GPUs, and which

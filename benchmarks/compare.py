@@ -169,7 +169,7 @@ def _slug(name: str) -> str:
 
 
 def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict[str, dict[str, Result | NoResult]]:
-    """Measures every system in every case, and prints and writes what is known after each run.
+    """Measures every system in every case, and prints and writes the results after each run.
 
     Args:
         options: of this command.
@@ -209,7 +209,7 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
 
 
 def write(results: dict[str, dict[str, Result | NoResult]], out: Path) -> str:
-    """Writes what is known as results.json and results.md; returns the latter's text."""
+    """Writes the results so far as results.json and results.md; returns the latter's text."""
     (out / "results.json").write_text(json.dumps(results) + "\n")
     tables = []
     for case, of_case in results.items():

@@ -8,7 +8,7 @@ From the root of the repository, in one process and without GPUs::
     python -m benchmarks.fits lora          those whose line contains a word
     python -m benchmarks.fits --sizes       the table of docs/adopting.md: what fits on 8 GPUs of 80 GB
 
-The command ends with status 1 if a figure is more than 3 % above or more than 1 % below what was measured, and so by
+The command ends with status 1 if a figure is more than 3 % above or more than 1 % below the measurement, and so by
 more than 0.07 GiB. Left out are
 figures that older code measured (peaks of the step before Adam was one pass: 43.021 GiB on 4 GPUs, and 9.945 of
 Qwen3-0.6B with 1024 tokens; 28.641 of 8 layers, before the loss had a graph of its own; chunks of 2^28 logits), and
@@ -154,7 +154,7 @@ MEASURED = [
 ]
 
 
-# Of the models' own config.json; the last one is Llama's with the norms of Qwen3.
+# Shapes from the models' own config.json; the last one is Llama's with the norms of Qwen3.
 SIZES = {
     "Qwen3-1.7B": Shape(28, 2048, 6144, 16, 8, 128, 151936, tie_word_embeddings=True),
     "Qwen3-4B": Shape(36, 2560, 9728, 32, 8, 128, 151936, tie_word_embeddings=True),

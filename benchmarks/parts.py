@@ -50,7 +50,7 @@ class Times:
     def __init__(self, file: str | None):
         self.file, self._found = file and Path(file), {}
 
-    def tell(self, name: str, seconds: float, floor: float | None = None, more: str = "") -> None:
+    def print_row(self, name: str, seconds: float, floor: float | None = None, more: str = "") -> None:
         """Prints and writes a time; ``more`` is what stands behind it in the line."""
         part = f", {seconds / floor:.3f} of {1e3 * floor:.2f}" if floor else ""
         print(f"{name:27}{1e3 * seconds:8.2f} ms{part}{more}", flush=True)
@@ -75,7 +75,7 @@ def seconds(function: Callable[[], object], repetitions: int) -> float:
 
 
 def most_memory(function: Callable[[], object]) -> str:
-    """Returns how much memory ``function`` allocates on the GPU beside what is there; an empty text on a CPU."""
+    """Returns the memory that ``function`` newly allocates on the GPU; an empty text on a CPU."""
     if not on_gpus():
         return ""
     before = torch.cuda.memory_allocated()
@@ -111,7 +111,7 @@ def step_partition(
         gradients: offset -> gradient.
         factor: by which gradients are multiplied.
         new: memory for the parameters, which may be that of the gradients.
-        written: what is called with (first, last) when the parameters [first, last) are there.
+        written: a function to call with (first, last) when the parameters [first, last) are written.
     """
     from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
@@ -167,12 +167,12 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         for name, updates in (("in ranges", None), ("in one pass", one_pass.OnePassAdam())):
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
-            times.tell(f"AdamW {kind}, {name}", took, floor, most_memory(run))
+            times.print_row(f"AdamW {kind}, {name}", took, floor, most_memory(run))
             if (kind, updates is None) == ("fused", False):
                 update = run
     run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam())
     took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
-    times.tell("AdamW, 8-bit states", took, floor, most_memory(run))
+    times.print_row("AdamW, 8-bit states", took, floor, most_memory(run))
     for name, states, size in (
         ("fp32 states", EveryStepAdam, BYTES_OF_AN_UPDATE),
         ("8-bit states", EightBitAdam, BYTES_WITH_8_BITS),
@@ -184,11 +184,11 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         rule = RemaindersAdam([remainders], [states()])
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
-        times.tell(f"remainders, {name}", took, floor, most_memory(run))
+        times.print_row(f"remainders, {name}", took, floor, most_memory(run))
         # The next ones would not fit beside these states.
         del run, rule, remainders
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
-    times.tell("norm", took, 2 * numel / rate)
+    times.print_row("norm", took, 2 * numel / rate)
     return update
 
 
@@ -215,7 +215,7 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int, times: Time
         number = len(chunked_loss.chunks(seq, shape.vocab_size))
         took = seconds(run, repetitions)
         hidden.grad = weight.grad = None
-        times.tell(f"loss, {number:4} chunks", took, more=most_memory(run))
+        times.print_row(f"loss, {number:4} chunks", took, more=most_memory(run))
 
 
 def time_beside(forward: Callable[[], object], update: Callable[[], None], repetitions: int) -> None:
@@ -266,7 +266,7 @@ def time_model(
     run()
     on_host = time.perf_counter() - begun
     synchronize()
-    times.tell("model, forward and backward", took, more=f"; the host was done after {1e3 * on_host:.2f} ms")
+    times.print_row("model, forward and backward", took, more=f"; the host was done after {1e3 * on_host:.2f} ms")
     if not on_gpus():
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
@@ -274,7 +274,7 @@ def time_model(
         synchronize()
     kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     busy = sum(kernel.device_time_total for kernel in kernels) / 1e6
-    times.tell("model, kernels", busy, more=f", {len(kernels)} of them")
+    times.print_row("model, kernels", busy, more=f", {len(kernels)} of them")
     with torch.no_grad():
         time_beside(lambda: model(input_ids=ids, labels=ids), update, repetitions)
 

@@ -135,7 +135,7 @@ def _held_locks(group: int) -> list[Path]:
 
 
 def _end(process: subprocess.Popen, port: int) -> None:
-    """Ends what is left of a run's processes, and waits until they are gone and have given back their memory."""
+    """Ends a run's remaining processes, and waits until they are gone and have freed their memory."""
     for _ in range(300):
         try:
             os.killpg(process.pid, signal.SIGKILL)

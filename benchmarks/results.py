@@ -165,7 +165,7 @@ def _devices(result: Result) -> str:
 
 
 def describe(result: Result) -> str:
-    """Returns one line that says all of what was trained, and on what."""
+    """Returns one line that describes the training and the machine."""
     run, where = result["run"], result["environment"]
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""

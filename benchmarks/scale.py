@@ -112,7 +112,7 @@ class Protocol(NamedTuple):
     base: float  # of any collective
     inside: float  # of a hop over NVLink
     between: float  # of a hop over the network
-    # Of a hop of a reduce or broadcast, inside of one node and where there are several.
+    # Latency of a hop of a reduce or broadcast, inside of one node and with several nodes.
     to_one_inside: float
     to_one_between: float
     bandwidth: float  # as a part of the full one
@@ -227,7 +227,7 @@ def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None 
     """This fork's backward: buckets of messages to owners, one bucket in flight.
 
     Args:
-        case: what is trained.
+        case: the model and its training.
         cluster: on what.
         ranks: on how many GPUs.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
@@ -332,7 +332,7 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
     What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
 
     Args:
-        case: what is trained.
+        case: the model and its training.
         cluster: on what.
         ranks: on how many GPUs.
         reshard: ``reshard_after_forward``: whether layers are gathered again for the backward.
@@ -411,7 +411,7 @@ def frozen(case: Case, latency: float) -> str:
 
 
 def cases() -> list[tuple[Case, list[int]]]:
-    """Lists what is computed, and for how many ranks."""
+    """Lists the cases to compute, each with its numbers of ranks."""
     # 0.353 s were measured for Qwen3-8B at sequence 4096 on an H200. For Qwen3-32B they grow as the products do.
     small, large = sizes(SHAPES["qwen3-8b"]), sizes(SHAPES["qwen3-32b"])
     return [

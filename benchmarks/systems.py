@@ -42,7 +42,7 @@ class System(Protocol):
         """Returns what the system itself counted of its gradients, mostly in bytes; None if it does not count."""
 
     def reset_counters(self) -> None:
-        """Makes the peaks among the counters start from what is held now."""
+        """Restarts the peaks among the counters from the current bytes."""
 
 
 def make_system(settings: Settings, model: torch.nn.Module) -> System:

@@ -37,8 +37,8 @@ SHAPES = {
     "tiny": Shape(2, 128, 384, 4, 2, 32, 1024, tie_word_embeddings=False),
 }
 
-# Of torchao's float8. "tensorwise" has one scale for a tensor and is the fastest; "rowwise" has one for each row;
-# "rowwise_with_gw_hp" also multiplies the gradients of weights in high precision.
+# Recipes of torchao's float8. "tensorwise" has one scale for a tensor and is the fastest; "rowwise" has one for each
+# row; "rowwise_with_gw_hp" also multiplies the gradients of weights in high precision.
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
@@ -141,7 +141,7 @@ def add_adapters(model: torch.nn.Module, rank: int) -> None:
 def replace_linear_layers(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
     """Replaces each linear layer of the blocks by what ``make`` returns for it."""
     for layer in model.model.layers:
-        # Of one layer at a time, because the list keeps what is replaced in memory.
+        # Convert one layer at a time, because the list keeps replaced layers in memory.
         for module in list(layer.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, torch.nn.Linear):

@@ -74,7 +74,7 @@ class GradientWatch:
         return counters["bound"] + counters["bucket"] + counters["unreduced"] + counters["pending"] + elsewhere
 
     def start_peak(self):
-        """Makes the peak start from what is held now."""
+        """Restarts the peak from the current bytes."""
         self._peak = 0
         if self._deepcompile:
             from deepspeed.compile.zero_1_and_2 import reset_gradient_counters
@@ -82,7 +82,7 @@ class GradientWatch:
             reset_gradient_counters(self.engine)
 
     def note(self, moment):
-        """Notes what is held now."""
+        """Notes the current bytes."""
         self.bytes[moment] = self._held()
 
     def note_peak(self, moment):

@@ -214,11 +214,11 @@ def refuse(case, change):
 @pytest.mark.parametrize(
     "change, says",
     [
-        (of_another_size, "averaged_gradients[0][0] is no tensor of "),
-        (no_tensor, "averaged_gradients[0][0] is no tensor of "),
-        (too_many, "averaged_gradients[0] is no list of "),
-        (too_few, "averaged_gradients[0] is no list of "),
-        (one_tensor, "averaged_gradients[0] is no list of "),
+        (of_another_size, "averaged_gradients[0][0] is not a tensor of "),
+        (no_tensor, "averaged_gradients[0][0] is not a tensor of "),
+        (too_many, "averaged_gradients[0] is not a list of "),
+        (too_few, "averaged_gradients[0] is not a list of "),
+        (one_tensor, "averaged_gradients[0] is not a list of "),
     ],
 )
 def test_what_no_step_can_read(ranks, change, says):

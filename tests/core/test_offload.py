@@ -362,7 +362,8 @@ def test_little_host_memory(ranks):
     """Torch's error would name no option, or more ranks, as is advised, would need as much memory each."""
     (said,) = ranks(1).run(train_with_little_host_memory)
     assert said == (
-        "zero_optimization.offload_optimizer: 0.1 GiB of host memory for gradients could not be had; use more ranks"
+        "zero_optimization.offload_optimizer: 0.1 GiB of host memory for gradients could not be allocated; use more "
+        "ranks"
     )
     for difference, moved in ranks(2).run(train_with_little_host_memory):
         assert difference < 1e-2 * moved

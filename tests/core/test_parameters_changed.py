@@ -172,4 +172,4 @@ def unfreeze_later(case):
 def test_a_block_unfrozen_after_the_engine_was_made(ranks):
     """A parameter that the optimizer does not have would train in no way, without a word."""
     (said,) = ranks(1).run(unfreeze_later, Case(model="BlocksWithin", config=REGIONAL))
-    assert "or its requires_grad set, after the engine was made; make the engine anew" in said
+    assert "or its requires_grad set, after the engine was made; create a new engine" in said

@@ -70,7 +70,7 @@ def test_refused_after_half_a_compile(ranks, stage):
     assert result.first == "TypeError: len() takes no keyword arguments"
     assert result.second == (
         f"ValueError: DeepCompile with ZeRO stage {stage}: an earlier engine.compile() failed half-way; "
-        "create the engine anew"
+        "create a new engine"
     )
     assert result.error < BOUND and result.anew < BOUND
 

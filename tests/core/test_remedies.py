@@ -192,7 +192,7 @@ def train_replaced_weight():
 def test_a_parameter_that_the_optimizer_lacks(ranks):
     """The new engine that is advised would raise as the first, whose compiled code torch still has."""
     ((told, outcome),) = ranks(1).run(train_replaced_weight)
-    assert "the engine's optimizer does not have" in told and "make the engine anew" in told
+    assert "the engine's optimizer does not have" in told and "create a new engine" in told
     check([outcome])
 
 

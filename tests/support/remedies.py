@@ -93,13 +93,13 @@ FOLLOWED = {
         "features/blocks/test_blocks_chosen.py::test_blocks_that_cannot_be_compiled"
     ),
     # The configuration.
-    "{} is no option; {}: {}": _SECTION,
+    "{} is not an option; {}: {}": _SECTION,
     "use one of these names": _SECTION,
     "{} is missing; set it": _SECTION,
     "for DeepCompile set zero_optimization.stage to 1 or 2": (
         "features/configuration/test_by_configuration.py::test_the_stages_that_are_advised"
     ),
-    'is no section; set it to one such as {"deepcompile": true}': (
+    'is not a section; set it to one such as {"deepcompile": true}': (
         "features/configuration/test_section.py::test_what_is_no_section"
     ),
     "has no effect without a monitor; enable tensorboard": (
@@ -108,13 +108,13 @@ FOLLOWED = {
     "has no effect without steps_per_print; set steps_per_print": (
         "tools/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
     ),
-    "is no dict of arguments of torch.compile; pass one, or leave it out": (
+    "is not a dict of arguments of torch.compile; pass one, or leave it out": (
         "features/configuration/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
     "or by an earlier call; call it before the first forward": (
         "features/blocks/test_compilation_limits.py::test_arguments_that_come_late"
     ),
-    "is no part of the activations; set it to a number from 0 to 1": _SECTION,
+    "is not a part of the activations; set it to a number from 0 to 1": _SECTION,
     "names no classes; name some, or set it to true or false": _SECTION,
     "not with compile.passes={}; leave one of them out": _SECTION,
     "{}{} does not fit; set it to {}{}": _SECTION,
@@ -149,7 +149,7 @@ FOLLOWED = {
     "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
     "which has whole matrices, at the wrong places; set it to false": _MUON,
     "by the scale; set torch_autocast.dtype to bfloat16": _MUON,
-    "has use_muon, and its parameter {} is no matrix; set it to false": _MUON,
+    "has use_muon, and its {} is not a matrix; set it to false": _MUON,
     "does not divide its shape {} into heads; set it to None": _MUON,
     "needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own": _MUON,
     "because partitions are smaller than matrices; use fewer ranks, or AdamW": (
@@ -172,7 +172,9 @@ FOLLOWED = {
     "leave compile.optimizer_states out to set states": (
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
     ),
-    "host memory for gradients could not be had; use more ranks": ("core/test_offload.py::test_little_host_memory"),
+    "host memory for gradients could not be allocated; use more ranks": (
+        "core/test_offload.py::test_little_host_memory"
+    ),
     ", or set offload_optimizer.pin_memory to false": "fixes/pinning/test_pinning.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
         "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
@@ -210,10 +212,10 @@ FOLLOWED = {
     "generation swaps the modules that were compiled; set it to false": _ADVISED,
     "set random_ltd.enabled to false": _ADVISED,
     "set it to false or tune without engine.compile()": _ADVISED,
-    "is no number of compilations; set it to 1 or more": _ADVISED,
+    "is not a number of compilations; set it to 1 or more": _ADVISED,
     "is neither true nor false; set it to one of them, or to None": _ADVISED,
-    "of which torch.compile takes one; remove either": _ADVISED,
-    "is no dict of torch.compile's options; pass one, or leave it out": _ADVISED,
+    "but torch.compile takes one of them; remove either": _ADVISED,
+    "is not a dict of torch.compile's options; pass one, or leave it out": _ADVISED,
     "is not a mode of torch.compile; use one of {}": _ADVISED,
     "is not an argument of this torch's torch.compile(); remove it": _ADVISED,
     "go with backend 'inductor', not 'eager'; remove them": _ADVISED,
@@ -238,7 +240,7 @@ FOLLOWED = {
     "or torch.nn.functional.linear to torch._C._nn.linear before this one compiles": (
         "features/configuration/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
     ),
-    "failed half-way; create the engine anew": ("core/test_refused.py::test_refused_after_half_a_compile"),
+    "failed half-way; create a new engine": ("core/test_refused.py::test_refused_after_half_a_compile"),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
     "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false": (
         "core/test_parameters_unusual.py::test_a_parameter_made_of_others"
@@ -281,7 +283,7 @@ FOLLOWED = {
         "core/test_faults.py::test_a_step_of_which_a_part_was_lost"
     ),
     "use engine.coalesce_grad_reduction() or": "core/test_remedies.py::test_several_backwards_in_one_step",
-    "was put into the model, or its requires_grad set, after the engine was made; make the engine anew": (
+    "was put into the model, or its requires_grad set, after the engine was made; create a new engine": (
         "core/test_remedies.py::test_a_parameter_that_the_optimizer_lacks"
     ),
     "load a checkpoint with its optimizer states before going on": "core/test_faults.py::test_half_a_step",
@@ -297,7 +299,7 @@ FOLLOWED = {
     ),
     "run a backward at the gradient accumulation boundary first": "core/test_lifetime.py::test_release",
     "tensors; assign a tensor to an entry of the list": "core/test_averaged_gradients.py::test_a_flat_partition",
-    "is no tensor of {} elements; assign one": "core/test_averaged_gradients.py::test_a_flat_partition",
+    "is not a tensor of {} elements; assign one": "core/test_averaged_gradients.py::test_a_flat_partition",
     "look for the first error of any rank, and start the processes again from a checkpoint": (
         "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again"
     ),
@@ -306,8 +308,8 @@ FOLLOWED = {
     "change that, or leave the configuration out": (
         "tools/fits/test_fits.py::test_a_configuration_that_is_not_estimated"
     ),
-    "is not above 0; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
-    "is not from 1 to {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not above 0; use the real number": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not from 1 to {}; use the real number": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "no parameter of the model is trained; set requires_grad of some": (
         "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
@@ -445,7 +447,7 @@ ADVISES_NOTHING = (
     "so rank {} goes on without compiled code: {}. {}",
     "DeepCompile compiled one frame more than {} times: {}. {}",
     "DeepSpeed cannot build {}, because this machine lacks {}",
-    "it calls what calls its blocks more than once",
+    "it calls a module with blocks more than once",
     "nothing can be estimated ({})",
     "another profiler runs",
     "taken by get_model_state_dict()",

@@ -375,7 +375,7 @@ def test_a_budget_is_a_number_from_0_to_1(value):
     with pytest.raises(ValueError) as raised:
         CompileConfig(deepcompile=True, activation_memory_budget=value)
     sentence = (
-        f"compile.activation_memory_budget={value!r} is no part of the activations; set it to a number from 0 to 1"
+        f"compile.activation_memory_budget={value!r} is not a part of the activations; set it to a number from 0 to 1"
     )
     assert sentence in str(raised.value)
 

@@ -406,7 +406,6 @@ def compiled_with(compile_kwargs):
 def test_arguments_that_are_no_dict(ranks):
     """The error would be Python's, about the length of a sequence, and None, as for torch.compile, be one too."""
     (said,) = ranks(1).run(compiled_with, "mode")
-    assert (
-        said == "ValueError: compile_kwargs='mode' is no dict of arguments of torch.compile; pass one, or leave it out"
-    )
+    sentence = "compile_kwargs='mode' is not a dict of arguments of torch.compile; pass one, or leave it out"
+    assert said == f"ValueError: {sentence}"
     assert ranks(1).run(compiled_with, None) == [None]

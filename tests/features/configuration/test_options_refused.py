@@ -132,7 +132,7 @@ ALSO_REFUSED = {
         instead=({"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}),
     ),
     "options-of-another-type": of_compile_kwargs(
-        "compile_kwargs['options']='max_autotune' is no dict of torch.compile's options; pass one, or leave it out",
+        "compile_kwargs['options']='max_autotune' is not a dict of torch.compile's options; pass one, or leave it out",
         {"options": "max_autotune"},
         instead=({"options": {"max_autotune": True}}, {}),
     ),
@@ -143,7 +143,7 @@ ALSO_REFUSED = {
         backend="eager",
     ),
     "mode-and-options": of_compile_kwargs(
-        "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either",
+        "compile_kwargs holds both `mode` and `options`, but torch.compile takes one of them; remove either",
         {"mode": "default", "options": {}},
         instead=({"mode": "default"}, {"options": {}}),
     ),
@@ -178,7 +178,7 @@ if "recompile_limit" in inspect.signature(torch.compile).parameters:
     ALSO_REFUSED.update(
         {
             f"recompile-limit-{name}": of_compile_kwargs(
-                f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more",
+                f"compile_kwargs['recompile_limit']={limit!r} is not a number of compilations; set it to 1 or more",
                 {"recompile_limit": limit},
                 instead=({"recompile_limit": 1},),
                 backend="eager",

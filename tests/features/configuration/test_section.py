@@ -88,21 +88,21 @@ BLOCKS, PICTURE_IN = {"regional_compilation": True}, {"memory_picture": {"folder
 REFUSED = {
     "unknown": Refusal(
         {"shard_paramters": "all"},
-        "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
+        "compile.shard_paramters is not an option; the nearest name is shard_parameters, and all names are: ",
         [{"shard_parameters": "all"}],
     ),
     "unknown of another case": Refusal(
         {"Deepcompile": False},
-        "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",
+        "compile.Deepcompile is not an option; the nearest name is deepcompile, and all names are: ",
         [{"deepcompile": False}],
     ),
     "unknown beginning": Refusal(
         {"shard": "all"},
-        "compile.shard is no option; the nearest name is shard_parameters, and all names are: ",
+        "compile.shard is not an option; the nearest name is shard_parameters, and all names are: ",
         [{"shard_parameters": "all"}],
     ),
     "nothing near": Refusal(
-        {"enabled": True}, "compile.enabled is no option; use one of these names: activation_memory_budget, ", [{}]
+        {"enabled": True}, "compile.enabled is not an option; use one of these names: activation_memory_budget, ", [{}]
     ),
     "old name": Refusal(
         {"shard_frozen": True},
@@ -136,7 +136,7 @@ REFUSED = {
     ),
     "no part": Refusal(
         {"activation_memory_budget": 50},
-        "compile.activation_memory_budget=50 is no part of the activations; set it to a number from 0 to 1, or ",
+        "compile.activation_memory_budget=50 is not a part of the activations; set it to a number from 0 to 1, or ",
         [{"activation_memory_budget": value} for value in (0, 0.5, 1, None)],
     ),
     "of another pass": Refusal(
@@ -151,12 +151,12 @@ REFUSED = {
     ),
     "picture of another name": Refusal(
         {"memory_picture": {"foldr": "x"}},
-        "compile.memory_picture.foldr is no option; the nearest name is folder, and all names are: folder, step",
+        "compile.memory_picture.foldr is not an option; the nearest name is folder, and all names are: folder, step",
         [PICTURE_IN],
     ),
     "picture of another step": Refusal(
         {"memory_picture": {"folder": "x", "stp": 2}},
-        "compile.memory_picture.stp is no option; the nearest name is step, and all names are: folder, step",
+        "compile.memory_picture.stp is not an option; the nearest name is step, and all names are: folder, step",
         [{"memory_picture": {"folder": "x", "step": 2}}],
     ),
     "picture without folder": Refusal(
@@ -234,7 +234,7 @@ def test_what_is_no_section(section):
     """The error would be one of Python's about mappings, and name no configuration."""
     with pytest.raises(ValueError) as raised:
         CompileConfig.of(section)
-    assert str(raised.value) == f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}'
+    assert str(raised.value) == f'compile={section!r} is not a section; set it to one such as {{"deepcompile": true}}'
     assert CompileConfig.of({"deepcompile": True}).deepcompile
 
 

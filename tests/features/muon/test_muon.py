@@ -232,7 +232,7 @@ def test_refused_with_muon(ranks):
     """Each of these would train wrongly, or raise in the first step, where nothing names what to change."""
     for said in ranks(1).run(refused):
         for name, part in {
-            "bias": "use_muon, and its parameter 0.bias is no matrix",
+            "bias": "use_muon, and its 0.bias is not a matrix",
             "heads": "muon_num_heads=3 of parameter weight does not divide its shape [4, 8] into heads; set it to",
             "subclass": "Another needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own",
             "elastic": "zero_optimization.elastic_checkpoint cuts Muon's momentum",

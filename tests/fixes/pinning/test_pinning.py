@@ -49,7 +49,7 @@ def test_no_memory_to_pin(ranks):
     """Torch's error of pinned memory names the GPU's, and no option that helps."""
     for unpinned in ranks(1).run(without_memory_to_pin, pin):
         assert unpinned.sentence == (
-            "zero_optimization.offload_optimizer: 0.0 GiB more of pinned host memory could not be had; use more "
+            "zero_optimization.offload_optimizer: 0.0 GiB more of pinned host memory could not be allocated; use more "
             "ranks, or set offload_optimizer.pin_memory to false"
         )
         assert unpinned.cause.startswith("CUDA error: out of memory")

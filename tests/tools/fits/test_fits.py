@@ -309,7 +309,7 @@ def test_what_is_not_estimated_is_unknown():
     """A peak without activations would be called one that fits."""
     answer = fits(Twice, modes=[PLAIN], gpus=2, sequence=TOKENS)
     assert answer.verdict(answer.first) == "unknown"
-    assert "it calls what calls its blocks more than once" in answer.notes[0]
+    assert "it calls a module with blocks more than once" in answer.notes[0]
     # The states alone may be too much.
     assert fits(Twice, modes=[PLAIN], gpus=2, sequence=TOKENS, memory=1).verdict(answer.first) == "no"
 
@@ -500,7 +500,7 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
         ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, and only the stages 1 and 2 are estimated"),
         ({"compile": {"deepcompile": False}}, "does not set compile.deepcompile to true"),
         ({"compile": None}, "DeepSpeed refuses the configuration"),
-        ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is no part of the activations"),
+        ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is not a part of the activations"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are estimated"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),

@@ -138,7 +138,7 @@ def test_what_the_forward_lacks_is_mended():
 @vary("name, value", [("sequence", 10**20), ("micro_batch", 2**40), ("gpus", 2**25)])
 def test_more_than_can_be_counted(name, value):
     """Torch would raise OverflowError for a shape, or the command would go through ranks for hours."""
-    with pytest.raises(ValueError, match=f"{name}={value} is not from 1 to 16777216; name what there is"):
+    with pytest.raises(ValueError, match=f"{name}={value} is not from 1 to 16777216; use the real number"):
         Question(**{name: value})
 
 

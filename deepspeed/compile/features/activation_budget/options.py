@@ -19,7 +19,7 @@ class Options(BaseModel):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value <= 1):
             raise ValueError(
-                f"compile.activation_memory_budget={value!r} is no part of the activations; set it to a number from "
-                "0 to 1, or leave it out"
+                f"compile.activation_memory_budget={value!r} is not a part of the activations; set it to a number "
+                "from 0 to 1, or leave it out"
             )
         return value

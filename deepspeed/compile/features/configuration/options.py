@@ -47,7 +47,7 @@ class Options(BaseModel):
             ValueError: as ``__init__()``, and if ``section`` is no dict.
         """
         if not isinstance(section, dict):
-            raise ValueError(f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}')
+            raise ValueError(f'compile={section!r} is not a section; set it to one such as {{"deepcompile": true}}')
         return cls(**section)
 
     @classmethod

@@ -117,15 +117,16 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
             yield f"compile_kwargs['{name}'] is not an argument of this torch's torch.compile(); remove it"
     limit = compile_kwargs.get("recompile_limit")
     if limit is not None and (not isinstance(limit, int) or limit < 1):
-        yield f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more"
+        yield f"compile_kwargs['recompile_limit']={limit!r} is not a number of compilations; set it to 1 or more"
     dynamic = compile_kwargs.get("dynamic")
     if dynamic not in (None, True, False):
         yield f"compile_kwargs['dynamic']={dynamic!r} is neither true nor false; set it to one of them, or to None"
     mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options")
     if mode is not None and options is not None:
-        yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
+        yield "compile_kwargs holds both `mode` and `options`, but torch.compile takes one of them; remove either"
     if not isinstance(options, (dict, type(None))):
-        yield f"compile_kwargs['options']={options!r} is no dict of torch.compile's options; pass one, or leave it out"
+        asked = f"compile_kwargs['options']={options!r}"
+        yield f"{asked} is not a dict of torch.compile's options; pass one, or leave it out"
         return
     mode, options = None if mode == "default" else mode, dict(options or {})
     # guard_filter_fn is an option of Dynamo and goes with any backend.

@@ -53,12 +53,12 @@ def _compare(what, own, group):
     from ...zero_1_and_2.collectives import collective, every_rank_raises
 
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    of_first: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
+    first_traits: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
     with collective(f"learn whether the {what} of all ranks are the same"):
-        torch.distributed.broadcast_object_list(of_first, src=first, group=group)
-    assert of_first[0] is not None
+        torch.distributed.broadcast_object_list(first_traits, src=first, group=group)
+    assert first_traits[0] is not None
     with every_rank_raises("make an engine", group):
-        difference = _difference(dict(own), dict(of_first[0]), first)
+        difference = _difference(dict(own), dict(first_traits[0]), first)
         if difference:
             raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
 
@@ -71,28 +71,28 @@ def _traits(module, with_buffers):
     for kind, tensors in named:
         for name, tensor in tensors:
             tie = first_name.setdefault(id(tensor), name)
-            of_tensor = {
+            tensor_traits = {
                 "shape": str(tuple(tensor.shape)),
                 "dtype": str(tensor.dtype),
                 "requires_grad": str(tensor.requires_grad),
                 "class": type(tensor).__name__ if is_traceable_wrapper_subclass(tensor) else "a plain tensor",
                 "memory": "of its own" if tie == name else f"of {tie}",
             }
-            traits.append((f"{kind} {name}", of_tensor))
+            traits.append((f"{kind} {name}", tensor_traits))
     return traits
 
 
-def _difference(own, of_first, first):
+def _difference(own, first_traits, first):
     """Says the first difference, or nothing."""
     here, there = f"rank {dist.get_rank()}", f"rank {first}"
-    for name in {**of_first, **own}:
-        if name not in own or name not in of_first:
+    for name in {**first_traits, **own}:
+        if name not in own or name not in first_traits:
             has, lacks = (there, here) if name not in own else (here, there)
             return f"{name} is on {has} and not on {lacks}"
-        for what, on_first in of_first[name].items():
+        for what, on_first in first_traits[name].items():
             if own[name][what] != on_first:
                 return f"{what} of {name} is {on_first} on {there} and {own[name][what]} on {here}"
-    if list(own) != list(of_first):
-        name, other = next(pair for pair in zip(own, of_first) if pair[0] != pair[1])
+    if list(own) != list(first_traits):
+        name, other = next(pair for pair in zip(own, first_traits) if pair[0] != pair[1])
         return f"{name} on {here} stands where {there} has {other}"
     return ""

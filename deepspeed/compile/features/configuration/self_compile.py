@@ -110,7 +110,7 @@ def note_arguments(
     _tell_of_other_stages(engine)
     if not isinstance(compile_kwargs, (dict, type(None))):
         raise ValueError(
-            f"compile_kwargs={compile_kwargs!r} is no dict of arguments of torch.compile; pass one, or leave it out"
+            f"compile_kwargs={compile_kwargs!r} is not a dict of arguments of torch.compile; pass one, or leave it out"
         )
     compile_kwargs = dict(compile_kwargs or {})
     arguments = backend, dict(compile_kwargs), schedule

@@ -39,7 +39,7 @@ def in_one_sentence(error: ValidationError, section: Type[BaseModel]) -> str:
         wrong = str(first["loc"][-1])
         near = difflib.get_close_matches(wrong.lower(), fields, n=1) or [name for name in fields if wrong in name]
         nearest = f"the nearest name is {near[0]}, and all names are" if near else "use one of these names"
-        return f"{'.'.join([*path, wrong])} is no option; {nearest}: {', '.join(sorted(fields))}"
+        return f"{'.'.join([*path, wrong])} is not an option; {nearest}: {', '.join(sorted(fields))}"
     if first["type"] == "missing":
         return f"{'.'.join(path)} is missing; set it"
     # If no member of a union accepts a value, pydantic reports a problem for each member.

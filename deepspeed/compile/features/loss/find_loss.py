@@ -122,7 +122,7 @@ class ChunkedLosses:
 def _traced(node: Any) -> torch.Tensor:
     value = traced_tensor(node) if isinstance(node, Node) else None
     if value is None:
-        raise Unfit("torch does not know the shape of what its loss is computed from")
+        raise Unfit("torch does not know the shape of the input of its loss")
     return value
 
 

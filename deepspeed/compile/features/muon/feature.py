@@ -84,7 +84,7 @@ def _unsupported_matrices(optimizer):
         for matrix in matrices:
             name, shape, heads = matrix.name, matrix.size, matrix.heads
             if len(shape) < 2:
-                yield f"parameter group {group} has use_muon, and its parameter {name} is no matrix; set it to false"
+                yield f"parameter group {group} has use_muon, and its {name} is not a matrix; set it to false"
             elif heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
                 yield (
                     f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "

@@ -32,7 +32,7 @@ def explained_pinning(engine: "DeepSpeedEngine") -> Iterator[None]:
             raise
         raise RuntimeError(
             f"zero_optimization.offload_optimizer: {tensor.nbytes / 2**30:.1f} GiB more of pinned host memory could "
-            "not be had; use more ranks, or set offload_optimizer.pin_memory to false"
+            "not be allocated; use more ranks, or set offload_optimizer.pin_memory to false"
         ) from error
 
 

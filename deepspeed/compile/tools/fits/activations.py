@@ -327,7 +327,7 @@ class Run:
             def run_again(*args, **kwargs):
                 for output in upcoming:
                     return output
-                raise Untraceable("it calls what calls its blocks more than once")
+                raise Untraceable("it calls a module with blocks more than once")
 
             with contextlib.ExitStack() as stack:
                 for parent in parents:

@@ -189,8 +189,8 @@ class Subject:
         first, after = read_times(large, self.model, self.repeated)
         last = {*after, *large}.difference({*first}.difference(after))
         # Parameters that are read before the blocks, those of each block, and those that are read after the blocks.
-        of_units = [first, *trained, last]
-        self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in of_units]
+        units = [first, *trained, last]
+        self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in units]
         self.untraceable: Dict[Tuple, str] = {}
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
@@ -359,8 +359,8 @@ def _with_what_fits(subject, mode, question):
         name = f"{mode.name}: {kept} of {every} blocks" if kept else mode.name
         # Blocks that are not kept are gathered again.
         pace = mode.pace if kept == every else max(mode.pace, round(1.1 + 0.3 * mode.checkpoint, 1))
-        of_number = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
-        return row_of(subject, of_number, question)._replace(line=_line_of(subject, mode))
+        numbered = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
+        return row_of(subject, numbered, question)._replace(line=_line_of(subject, mode))
 
     rows = map(row_with, range(every, 0, -1))
     return next((row for row in rows if row.peak / GIB <= _room(question) - free), None) or row_with(0)
@@ -395,8 +395,8 @@ def _parameters(subject, mode, ranks, rank):
         return always, [0, *subject.frozen_of_blocks, 0]
     here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
     elsewhere = [{parameter for parameter in unit if id(parameter) not in here} for unit in subject.trained_of_units]
-    of_units = [sum(map(_bytes_of, unit)) for unit in elsewhere]
-    away = [sum(both) for both in zip(of_units, (0, *subject.frozen_of_blocks, 0), strict=True)]
+    trained_bytes = [sum(map(_bytes_of, unit)) for unit in elsewhere]
+    away = [sum(both) for both in zip(trained_bytes, (0, *subject.frozen_of_blocks, 0), strict=True)]
     # Tied weights are read before blocks and after them.
     return always - sum(map(_bytes_of, set().union(*elsewhere))), away
 
@@ -456,8 +456,8 @@ def _of_fork(subject, mode, activations, question, rank):
                 held = next(arrived)
     names = ("gradients", "activations", "what graphs work with", "gathered blocks")
     highest = {
-        phase: max(of_phase, key=lambda at_moment: sum(at_moment[1:]))
-        for phase, of_phase in itertools.groupby(found, lambda at_moment: at_moment[0])
+        phase: max(phase_moments, key=lambda at_moment: sum(at_moment[1:]))
+        for phase, phase_moments in itertools.groupby(found, lambda at_moment: at_moment[0])
     }
     more = {
         phase: {**dict(zip(names, at_moment[1:])), "batch": activations.inputs} for phase, at_moment in highest.items()

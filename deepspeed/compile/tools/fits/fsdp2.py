@@ -67,7 +67,7 @@ def peaks_of(
         adds: whether the rank holds its share of gradients of earlier micro-batches, to which it adds.
     """
     trained = [sum(sizes[name] for name in unit.trained) for unit in units]
-    of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
+    unit_of = {name: index for index, unit in enumerate(units) for name in unit.trained}
     elements = [unit.elements for unit in units]
     root = sum(unit.elements for unit in units if unit.is_root)
     shares = [unit.sharded for unit in units]
@@ -81,13 +81,13 @@ def peaks_of(
     earlier = _FP32 * sum(shares) if adds else 0
     backward, sharded, unit = 0, earlier, len(units) - 1
     held: Dict[int, int] = {index: 0 for index in range(len(units))}
-    ends = _ends(activations.backward, of_unit, len(units))
+    ends = _ends(activations.backward, unit_of, len(units))
     for index, moment in enumerate(activations.backward):
         # The unit that computes, and the unit that is gathered at the same time.
         first = max(unit - 1, 1 if root else 0)
         gathered = size * (root + sum(elements[first : unit + 1]) if reshard else sum(elements[: unit + 1]))
         backward = max(backward, sharded + gathered + sum(held.values()) + moment.most)
-        if moment.gradient is not None and (owner := of_unit[moment.gradient]) in held:
+        if moment.gradient is not None and (owner := unit_of[moment.gradient]) in held:
             held[owner] += size * sizes[moment.gradient]
         while unit >= 0 and index >= ends[unit]:
             scattered = size * (trained[unit] + shares[unit])
@@ -98,7 +98,7 @@ def peaks_of(
     return Peaks(at_rest, forward + earlier, at_rest + backward, at_rest + _FP32 * sum(shares))
 
 
-def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:
+def _ends(moments: Sequence[Moment], unit_of: Dict[str, int], count: int) -> List[int]:
     """Returns for each unit the index of the moment in which its backward ends.
 
     That is the moment of its last gradient. A unit without gradients ends in the moment before the next unit's first.
@@ -106,7 +106,7 @@ def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> Lis
     complete: Dict[int, List[int]] = {}
     for index, moment in enumerate(moments):
         if moment.gradient is not None:
-            complete.setdefault(of_unit[moment.gradient], []).append(index)
+            complete.setdefault(unit_of[moment.gradient], []).append(index)
     ends, end = [0] * count, 0
     for unit in reversed(range(count)):
         if unit in complete:

@@ -48,12 +48,12 @@ class Question:
 
     def __post_init__(self) -> None:
         if not self.memory > 0:
-            raise ValueError(f"memory={self.memory!r} is not above 0; name what there is")
+            raise ValueError(f"memory={self.memory!r} is not above 0; use the real number")
         for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora"):
             value = getattr(self, name)
             # Torch counts the bytes of all of these together in 64 bits.
             if value is not None and not 1 <= value <= MOST:
-                raise ValueError(f"{name}={value!r} is not from 1 to {MOST}; name what there is")
+                raise ValueError(f"{name}={value!r} is not from 1 to {MOST}; use the real number")
 
 
 @dataclasses.dataclass(frozen=True)

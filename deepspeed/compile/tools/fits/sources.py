@@ -157,8 +157,8 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
         raise _takes(model, "no tokens")
     # A custom model may have another name for its tokens, and compute its loss from them.
     first = name if name in names else names[0]
-    of_rows = type(model).__name__.endswith("ForSequenceClassification")
-    labels = torch.zeros(sequences, dtype=torch.long) if of_rows else ids
+    is_per_row = type(model).__name__.endswith("ForSequenceClassification")
+    labels = torch.zeros(sequences, dtype=torch.long) if is_per_row else ids
     return {first: ids, **({"labels": labels} if "labels" in names else {})}
 
 

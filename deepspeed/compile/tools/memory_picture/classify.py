@@ -207,8 +207,8 @@ def _find_phases(entries: List[_Entry], seconds: List[float]) -> _Phases:
         within = [index for index in named if begin <= index <= last]
         # The host does not wait for the collectives, so the gather lasts until the step's end, which waits.
         indices["gather"] += [(within[0], last)] if within else []
-    spans = {name: [(seconds[first], seconds[last]) for first, last in of_phase] for name, of_phase in indices.items()}
-    return _Phases(indices, spans)
+    times = {name: [(seconds[first], seconds[last]) for first, last in spans] for name, spans in indices.items()}
+    return _Phases(indices, times)
 
 
 def _operands(event: Any, place: int = 0) -> Iterator[int]:

@@ -95,8 +95,8 @@ class StepMemory:
     def peaks(self) -> Dict[str, Peak]:
         """Returns the peak of each phase that ran; with several micro-batches, the highest of all."""
         ran = {name: spans for name, spans in self.phases.items() if spans}
-        of_phase = {name: [self.peak(*span) for span in spans] for name, spans in ran.items()}
-        return {name: max(peaks, key=lambda peak: peak.bytes) for name, peaks in of_phase.items()}
+        phase_peaks = {name: [self.peak(*span) for span in spans] for name, spans in ran.items()}
+        return {name: max(peaks, key=lambda peak: peak.bytes) for name, peaks in phase_peaks.items()}
 
     def thinned(self, points: int) -> "StepMemory":
         """Returns the step with at most about ``points`` points.

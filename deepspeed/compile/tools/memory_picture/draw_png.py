@@ -142,8 +142,8 @@ def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -
     panels[0].set_ylabel(f"all memory, {unit[1]}")
     panels[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=9)
     for panel, category in zip(panels[1:], categories):
-        of_both = " | ".join(written(max(step.held[category]), unit) for step in steps)
-        panel.set_title(f"{category}, at most {of_both}", loc="left", size=8, color=INK, pad=2)
+        most = " | ".join(written(max(step.held[category]), unit) for step in steps)
+        panel.set_title(f"{category}, at most {most}", loc="left", size=8, color=INK, pad=2)
         panel.yaxis.set_major_locator(MaxNLocator(2))
         panel.set_ylabel(unit[1], size=8)
     for panel in panels:

@@ -41,8 +41,8 @@ class Progress(Feature):
         self._rest = f"{model} around its blocks" if blocks else model
         # Classes of blocks -> their numbers, in the order in which they are compiled.
         self._classes: Dict[str, int] = {}
-        of_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
-        self._what = of_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
+        named_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
+        self._what = named_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
         self._compiles = context.request.compiles
         # Frames compiled before the line after the step, and the seconds of compilations before them.
         self._frames, self._seconds_before = 0, 0.0

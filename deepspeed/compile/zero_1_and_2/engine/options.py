@@ -64,6 +64,6 @@ def problems_of(request: Request) -> Iterator[str]:
     # Report this last: an earlier error is usually the real cause.
     optimizer = request.engine.optimizer
     if state_of(request.engine) is not None:
-        yield "an earlier engine.compile() failed half-way; create the engine anew"
+        yield "an earlier engine.compile() failed half-way; create a new engine"
     elif optimizer is not None and type(optimizer) is not DeepSpeedZeroOptimizer:
         yield f"optimizer wrapper {type(optimizer).__name__} is not supported; set compile.deepcompile to false"

@@ -116,19 +116,19 @@ class PartitionViews(list):
         replaced it. ``name`` is for an error.
 
         Raises:
-            ValueError: if ``entries`` is no list of tensors with as many elements as their targets.
+            ValueError: if ``entries`` is not a list of tensors with as many elements as their targets.
         """
         if entries is self and not self._is_made:
             return
         if not isinstance(entries, (list, tuple)) or len(entries) != len(self._specs):
             raise ValueError(
-                f"{name} is no list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
+                f"{name} is not a list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
             )
         found = [(spec, entry) for spec, entry in zip(self._specs, entries, strict=True) if not spec.is_padding]
         for spec, entry in found:
             if not isinstance(entry, torch.Tensor) or entry.numel() != spec.numel:
                 index = self._specs.index(spec)
-                raise ValueError(f"{name}[{index}] is no tensor of {spec.numel} elements; assign one")
+                raise ValueError(f"{name}[{index}] is not a tensor of {spec.numel} elements; assign one")
         # One native call compares all entries.
         handed_over = self._handed_over
         if entries is self and handed_over is not None and handed_over.are_views([entry for _, entry in found]):

@@ -44,7 +44,7 @@ class ParameterNumbers:
             if not all(number in self._index for number in key):
                 raise RuntimeError(
                     "a compiled graph was called with a parameter that the engine's optimizer does not have: it was "
-                    "put into the model, or its requires_grad set, after the engine was made; make the engine anew"
+                    "put into the model, or its requires_grad set, after the engine was made; create a new engine"
                 )
             numbers = [self._identity, *(self._index[number] for number in key)]
             # In a FakeTensorMode that the caller has open, this tensor would have no numbers, also later.

@@ -46,7 +46,7 @@ class HostMemory(Placement):
         except RuntimeError as error:
             raise RuntimeError(
                 f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
-                f"{'pinned ' if pinned else ''}host memory for gradients could not be had; use more ranks"
+                f"{'pinned ' if pinned else ''}host memory for gradients could not be allocated; use more ranks"
                 f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
             ) from error
 

@@ -30,7 +30,7 @@ class Placement:
             accumulation dtype, or None for memory of the reducer.
 
         Raises:
-            RuntimeError: if the memory cannot be had.
+            RuntimeError: if the memory cannot be allocated.
         """
         return None
 
