@@ -141,6 +141,15 @@ private:
     Counters& counters_;
 };
 
+/// What graphs have computed in one of autograd's tasks and a parameter's accumulation node is to get there, because a
+/// hook or the caller wants to see it.
+struct KeptForAutograd {
+    UnreducedSum sum;
+    /// From the first contribution on that may have a turn: how many graphs of the task are still to contribute; not
+    /// positive if the node also gets a gradient of code that is not compiled.
+    std::optional<int64_t> left = {};
+};
+
 // The kind of this pointer differs between the torch releases that the fork supports.
 using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
@@ -160,7 +169,7 @@ struct ParameterRecord {
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
     int64_t received = 0;   ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool is_new = false;    ///< `unreduced` has only gradients of this backward that have come before their turn
+    bool is_new = false;    ///< all that waits for the turn are gradients of this backward that have come before it
     bool is_early = false;  ///< the same, it has all that the turn takes, and it waits for the turns before
     bool absent = false;    ///< the graph of this backward does not lead to the parameter
     bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
@@ -170,9 +179,9 @@ struct ParameterRecord {
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};
-    /// By autograd's number of a task: what graphs have computed in the task and the accumulation node is to get there,
-    /// because a hook or the caller wants to see it.
-    std::map<int, UnreducedSum> for_autograd = {};
+    /// By autograd's number of a task.
+    std::map<int, KeptForAutograd> for_autograd = {};
+    bool is_delivered = false;  ///< the node has what was kept for it, and has not accumulated it yet
 
     /// Name, shape and rank, for messages.
     std::string describe() const;
@@ -573,7 +582,9 @@ public:
     ///
     /// A graph's gradient that a hook or the caller wants to see is kept for the parameter's accumulation node. Autograd
     /// runs the node in the same task, when it has run all that computes gradients of the parameter. From there the
-    /// gradient comes here a second time, unless it is returned to the caller.
+    /// gradient comes here a second time, unless it is returned to the caller. If several graphs contribute, zeros are
+    /// sent in the turns of all contributions but the last: this rank alone may have the hook, and other ranks wait for
+    /// it in each turn.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool donated);
 
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
@@ -626,9 +637,16 @@ private:
     /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with what was kept
     /// for the node.
     at::Tensor deliver(size_t index, const at::Tensor& gradient);
+    /// Called where the accumulation node has run and has left no gradient: a hook may have dropped it.
+    void on_nothing_accumulated(size_t index);
+    /// Whether gradients of the parameter that come now have turns.
+    bool takes_turns(const ParameterRecord& record) const;
     // The functions below need mutex_ held by the caller.
     /// Keeps a graph's gradient until autograd runs the accumulation node.
-    void keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    KeptForAutograd& keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    /// How many graphs of the running task contribute to the parameter; 0 if the accumulation node also gets a gradient
+    /// of code that is not compiled.
+    int64_t contributions_of_graphs(const ParameterRecord& record);
     /// Takes what was kept in the running task; undefined if nothing was.
     at::Tensor take_for_autograd(ParameterRecord& record);
     /// Notes which parameters are absent: the graph of autograd's running task does not lead to them. Returns whether
@@ -638,10 +656,15 @@ private:
     void begin_turns();
     void send_those_in_turn();
     void send_rest_of_turns();
-    /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum. If more
-    /// than a bucket and this gradient wait then, sends the turns that hold them up, unless a part of such a turn has
-    /// come.
-    void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited);
+    /// Counts a contribution to the parameter. Before it, sends turns of parameters that are absent.
+    void count(ParameterRecord& record);
+    /// Counts a contribution whose gradient autograd has, or a hook has dropped. Its turn sends zeros for it.
+    void count_without_gradient(ParameterRecord& record);
+    /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum, unless
+    /// autograd has it (undefined). Sends the turns that hold up too many, unless a part of such a turn has come.
+    void keep_early(ParameterRecord& record, int64_t awaited, const at::Tensor& gradient, bool donated);
+    /// Whether more than a bucket, and the largest besides, waits for turns.
+    bool has_too_many_early() const;
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);
@@ -679,6 +702,9 @@ private:
     BucketQueue buckets_;
     SendOrder order_;
     int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
+    /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
+    std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
+    int from_graphs_of_ = -1;  ///< autograd's number of that task
 
     /// What has become of the backward that began last. While in_backward(), what lies in `parameter.grad` is autograd's,
     /// and a gradient need not announce a backward. Any thread may read it; whoever writes holds mutex_.
