@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -153,7 +154,7 @@ void Reducer::follow_stream()
 void Reducer::on_accumulated(size_t index, const variable_list& inputs)
 {
     at::Tensor parameter, undelivered;
-    bool moved = false;
+    bool moved = false, is_delivered = false;
     {
         std::lock_guard lock(mutex_);
         if (index >= records_.size()) { return; }
@@ -163,12 +164,16 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, only the caller can have moved the parameter.
         moved = storage_location_of(parameter) != records_[index].storage_location;
+        is_delivered = std::exchange(records_[index].is_delivered, false) && !undelivered.defined();
     }
     if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
     if (moved && !in_backward()) { return; }
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
     auto& grad = parameter.mutable_grad();
-    if (!grad.defined()) { return; }
+    if (!grad.defined()) {
+        if (is_delivered) { on_nothing_accumulated(index); }
+        return;
+    }
     at::Tensor gradient = std::exchange(grad, {});
     // Autograd may have put into `parameter.grad` a view of memory that another gradient still uses. For this hook, autograd
     // has also kept the node's input. If nothing else refers to the input, the input is a second name of the gradient's
@@ -186,16 +191,17 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
 
 // Gradients of graphs that a hook or the caller wants to see.
 
-void Reducer::keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated)
+KeptForAutograd& Reducer::keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
     streams_.order_after_last_use();
-    const auto dtype = record.parameter.scalar_type();
-    record.for_autograd.try_emplace(torch::autograd::get_current_graph_task_id(), dtype, streams_, counters_)
-        .first->second.add(gradient, donated);
+    const int task = torch::autograd::get_current_graph_task_id();
+    KeptForAutograd none{UnreducedSum(record.parameter.scalar_type(), streams_, counters_)};
+    auto& kept = record.for_autograd.try_emplace(task, std::move(none)).first->second;
+    kept.sum.add(gradient, donated);
     // A user's first hook of a parameter removes the hooks that C++ has added.
     auto& hooks = torch::autograd::impl::hooks(record.parameter);
     auto* first = hooks.empty() ? nullptr : dynamic_cast<Delivery*>(hooks.front().get());
-    if (first && first->is_of(*this)) { return; }
+    if (first && first->is_of(*this)) { return kept; }
     auto delivery = std::make_unique<Delivery>(weak_from_this(), static_cast<size_t>(record.index));
     if (first) {
         // The hook of an earlier engine.
@@ -203,6 +209,7 @@ void Reducer::keep_for_autograd(ParameterRecord& record, const at::Tensor& gradi
     } else {
         hooks.insert(hooks.begin(), std::move(delivery));
     }
+    return kept;
 }
 
 at::Tensor Reducer::take_for_autograd(ParameterRecord& record)
@@ -210,7 +217,8 @@ at::Tensor Reducer::take_for_autograd(ParameterRecord& record)
     const auto kept = record.for_autograd.find(torch::autograd::get_current_graph_task_id());
     if (kept == record.for_autograd.end()) { return {}; }
     streams_.order_after_last_use();
-    at::Tensor gradient = kept->second.take();
+    at::Tensor gradient = kept->second.sum.take();
+    record.is_delivered = true;
     record.for_autograd.erase(kept);
     return gradient;
 }
@@ -226,6 +234,22 @@ at::Tensor Reducer::deliver(size_t index, const at::Tensor& gradient)
                 record.describe() + " got a gradient of a compiled graph, which has no second derivatives; run this " +
                     "forward and its backward in `with torch.compiler.set_stance('force_eager'):`");
     return gradient.defined() ? kept.add_(gradient) : kept;
+}
+
+void Reducer::on_nothing_accumulated(size_t index)
+{
+    std::lock_guard lock(mutex_);
+    if (index >= records_.size()) { return; }
+    // That of a parameter which was frozen after the forward accumulates nothing, and has no turn.
+    if (!takes_turns(records_[index]) || !records_[index].parameter.requires_grad()) { return; }
+    at::NoGradGuard no_grad;
+    streams_.order_after_last_use();
+    count_without_gradient(records_[index]);
+}
+
+bool Reducer::takes_turns(const ParameterRecord& record) const
+{
+    return in_backward() && reduces_ && record.group->world() > 1;
 }
 
 bool ParameterRecord::has_hooks_of_sum() const
@@ -368,6 +392,31 @@ bool ParameterRecord::caller_wants() const
     if (!asked) { return false; }
     const auto found = asked->find(current_node(parameter).get());
     return found != asked->end() && found->second.captures_;
+}
+
+int64_t Reducer::contributions_of_graphs(const ParameterRecord& record)
+{
+    const int task = torch::autograd::get_current_graph_task_id();
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return 0; }
+    if (from_graphs_of_ != task) {
+        constexpr auto of_other_code = std::numeric_limits<int64_t>::min() / 2;
+        from_graphs_of_ = task;
+        from_graphs_.clear();
+        for (const auto& each : records_) { from_graphs_[current_node(each.parameter).get()] = 0; }
+        for (auto* node : *nodes) {
+            if (!runs(node)) { continue; }
+            int64_t adds = 0;
+            for (const auto& edge : node->next_edges()) {
+                const auto found = from_graphs_.find(edge.function.get());
+                if (!edge.is_valid() || found == from_graphs_.end()) { continue; }
+                if (adds == 0) { adds = node->name() == compiled_function ? 1 : of_other_code; }
+                found->second = std::max(found->second + adds, of_other_code);
+            }
+        }
+    }
+    const auto found = from_graphs_.find(current_node(record.parameter).get());
+    return found == from_graphs_.end() ? 0 : std::max<int64_t>(found->second, 0);
 }
 
 bool leads_to_checkpoints()

@@ -199,7 +199,7 @@ void Reducer::begin_turns()
     early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;
-        record.is_new = record.is_early = record.unreachable = false;
+        record.is_new = record.is_early = record.unreachable = record.is_delivered = false;
     }
 }
 
@@ -229,11 +229,37 @@ void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
     enqueue_sum(record);
 }
 
-void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited)
+void Reducer::count(ParameterRecord& record)
+{
+    order_.saw(record.index);
+    record.reachability_unreliable = record.reachability_unreliable || record.unreachable;
+    record.unreachable = false;
+    // Turns of unreachable parameters may stand before this one's.
+    send_due_turns();
+    ++record.received;
+}
+
+void Reducer::count_without_gradient(ParameterRecord& record)
+{
+    count(record);
+    const auto* turn = order_.next();
+    if (turn && turn->index == record.index) {
+        if (record.received < turn->contributions) { return; }
+        send_turn(record, *turn);
+        record.received = 0;
+        send_due_turns();
+    } else if (const int64_t awaited = order_.contributions_to(record.index)) {
+        order_.came_out_of_turn();
+        ++counters_.out_of_turn;
+        keep_early(record, awaited, /*gradient=*/{}, /*donated=*/false);
+    }
+}
+
+void Reducer::keep_early(ParameterRecord& record, int64_t awaited, const at::Tensor& gradient, bool donated)
 {
     // A gradient that joins the sum of earlier micro-batches needs no memory of its own.
     if (!record.unreduced.defined()) { record.is_new = true; }
-    record.unreduced.add(gradient, donated);
+    if (gradient.defined()) { record.unreduced.add(gradient, donated); }
     // A sum that lacks contributions waits for them. Sending the turns before its own would not free it.
     if (record.is_new && !record.is_early && record.received >= awaited) {
         record.is_early = true;
@@ -241,12 +267,23 @@ void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bo
     }
     // The missing gradient may never come, and reentrant checkpointing hides that. So send its turn as zeros; the
     // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. Like a
-    // bucket, waiting gradients may exceed the bound by one gradient.
-    while (early_numel_ > options_.bucket_numel + gradient.numel() && records_[order_.next()->index].received == 0) {
+    // bucket, waiting gradients may exceed the bound by one gradient: by the largest, whichever came last, because a
+    // hook of one rank changes that.
+    while (has_too_many_early() && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
         send_due_turns();
     }
+}
+
+bool Reducer::has_too_many_early() const
+{
+    if (early_numel_ <= options_.bucket_numel) { return false; }
+    int64_t largest = 0;
+    for (const auto& record : records_) {
+        if (record.is_early) { largest = std::max(largest, record.parameter.numel()); }
+    }
+    return early_numel_ - largest > options_.bucket_numel;
 }
 
 void Reducer::end_early(ParameterRecord& record)

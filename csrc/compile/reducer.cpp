@@ -204,7 +204,11 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     TORCH_CHECK(gradient.sizes() == record.parameter.sizes(),
                 record.describe() + " got a gradient of shape " + shape_of(gradient));
     if (route == Route::graph && record.has_hooks()) {
-        keep_for_autograd(record, gradient, donated);
+        auto& kept = keep_for_autograd(record, gradient, donated);
+        if (!takes_turns(record)) { return; }
+        if (!kept.left) { kept.left = contributions_of_graphs(record); }
+        // The last contribution counts when the node gives the sum, before another graph runs.
+        if (--*kept.left != 0) { count_without_gradient(record); }
         return;
     }
     ++(route == Route::graph ? counters_.from_graphs : counters_.from_autograd);
@@ -224,12 +228,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         enqueue_with_sum(record, gradient, donated);
         return;
     }
-    order_.saw(record.index);
-    record.reachability_unreliable = record.reachability_unreliable || record.unreachable;
-    record.unreachable = false;
-    // Turns of unreachable parameters may stand before this one's.
-    send_due_turns();
-    ++record.received;
+    count(record);
     const auto* turn = order_.next();
     if (turn && turn->index == record.index) {
         if (record.received < turn->contributions) {
@@ -253,7 +252,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (awaited == 0) {
         record.unreduced.add(gradient, donated);
     } else {
-        keep_early(record, gradient, donated, awaited);
+        keep_early(record, awaited, gradient, donated);
     }
 }
 
@@ -398,7 +397,7 @@ void Reducer::forget_gradients(Dropped& dropped)
         end_early(record);
         record.unreduced.drop(dropped);
         for (auto kept = record.for_autograd.begin(); kept != record.for_autograd.end();) {
-            if (kept->first != task) { kept->second.drop(dropped); }
+            if (kept->first != task) { kept->second.sum.drop(dropped); }
             kept = kept->first == task ? std::next(kept) : record.for_autograd.erase(kept);
         }
         // While a backward runs, perhaps on another thread, `parameter.grad` belongs to autograd.

@@ -141,6 +141,15 @@ private:
     Counters& counters_;
 };
 
+/// The sum of gradients that graphs computed in one of autograd's tasks and that a parameter's accumulation node must
+/// get there, because a hook or the caller wants to see it.
+struct KeptForAutograd {
+    UnreducedSum sum;
+    /// From the first contribution on that may have a turn: how many graphs of the task are still to contribute; not
+    /// positive if the node also gets a gradient of code that is not compiled.
+    std::optional<int64_t> left = {};
+};
+
 // The kind of this pointer differs between the torch releases that the fork supports.
 using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
@@ -160,7 +169,7 @@ struct ParameterRecord {
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
     int64_t received = 0;      ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool is_new = false;       ///< `unreduced` has only gradients of this backward that came before their turn
+    bool is_new = false;       ///< only gradients of this backward wait for the turn, and came before it
     bool is_early = false;     ///< `is_new`, and the turn is complete but must wait for earlier turns
     bool unreachable = false;  ///< autograd's graph of this backward does not lead to the parameter
     bool reachability_unreliable = false;  ///< an earlier backward gave an unreachable parameter a gradient
@@ -170,9 +179,9 @@ struct ParameterRecord {
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};
-    /// Autograd's number of a task -> the sum of gradients that graphs computed in the task and that the accumulation
-    /// node must get, because a hook or the caller wants to see it.
-    std::map<int, UnreducedSum> for_autograd = {};
+    /// By autograd's number of a task.
+    std::map<int, KeptForAutograd> for_autograd = {};
+    bool is_delivered = false;  ///< the accumulation node has the kept gradient, and has not accumulated it yet
 
     /// Name, shape and rank, for messages.
     std::string describe() const;
@@ -579,7 +588,9 @@ public:
     ///
     /// If a hook or the caller wants to see a graph's gradient, the reducer keeps it for the parameter's accumulation
     /// node. Autograd runs the node in the same task, after all nodes that compute gradients of the parameter. The node
-    /// passes the gradient to this function again, unless autograd returns the gradient to the caller.
+    /// passes the gradient to this function again, unless autograd returns the gradient to the caller. If several graphs
+    /// contribute, the reducer sends zeros in the turns of all contributions but the last: this rank alone may have the
+    /// hook, and other ranks wait for it in each turn.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool donated);
 
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
@@ -631,9 +642,16 @@ private:
     /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with the gradients
     /// that were kept for the node.
     at::Tensor deliver(size_t index, const at::Tensor& gradient);
+    /// Called where the accumulation node has run and has left no gradient: a hook may have dropped it.
+    void on_nothing_accumulated(size_t index);
+    /// Whether gradients of the parameter that come now have turns.
+    bool takes_turns(const ParameterRecord& record) const;
     // The functions below need mutex_ held by the caller.
     /// Keeps a graph's gradient until autograd runs the accumulation node.
-    void keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    KeptForAutograd& keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    /// Returns how many graphs of the running task contribute to the parameter; 0 if the accumulation node also gets a
+    /// gradient of code that is not compiled.
+    int64_t contributions_of_graphs(const ParameterRecord& record);
     /// Takes the sum that was kept in the running task; undefined if there is none.
     at::Tensor take_for_autograd(ParameterRecord& record);
     /// Finds the parameters that the graph of autograd's running task does not reach. Returns whether there are any.
@@ -643,10 +661,15 @@ private:
     void begin_turns();
     void send_due_turns();
     void send_rest_of_turns();
-    /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum. If more
-    /// than a bucket and this gradient wait then, sends the turns that hold them up, unless a turn has some of its
-    /// contributions.
-    void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited);
+    /// Counts a contribution to the parameter. Before it, sends turns of unreachable parameters.
+    void count(ParameterRecord& record);
+    /// Counts a contribution whose gradient autograd has, or a hook has dropped. Its turn sends zeros for it.
+    void count_without_gradient(ParameterRecord& record);
+    /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum, unless
+    /// autograd has it (undefined). Sends the turns that hold up too many, unless a turn has some of its contributions.
+    void keep_early(ParameterRecord& record, int64_t awaited, const at::Tensor& gradient, bool donated);
+    /// Whether more than a bucket, and the largest gradient besides, waits for turns.
+    bool has_too_many_early() const;
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);
@@ -684,6 +707,9 @@ private:
     BucketQueue buckets_;
     SendOrder order_;
     int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
+    /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
+    std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
+    int from_graphs_of_ = -1;  ///< autograd's number of that task
 
     /// The state of the backward that began last. While in_backward(), `parameter.grad` belongs to autograd, and a
     /// gradient need not announce a backward. Any thread may read the state; a thread that writes it holds mutex_.

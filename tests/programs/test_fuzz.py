@@ -587,10 +587,8 @@ def recipes(draw, backends, most=5, sharded=False):
         drawn = tuple(dataclasses.replace(piece, by_forward=False, reads_part=False) for piece in drawn)
     if shards and each_rank_skips:
         drawn = _for_ranks_that_skip(drawn)
-    # Ranks wait for each other where a bucket fills if they skip other blocks, or if one alone has a parameter's hook:
-    # autograd adds that parameter's gradient up over all calls of its block before the gradient is sent.
-    is_hooked_alone = any(layer.hooked is not None and layer.hooked_alone for layer in drawn)
-    needs_one_bucket = shards and (each_rank_skips or is_hooked_alone)
+    # Ranks that skip other blocks wait for each other where a bucket fills.
+    needs_one_bucket = shards and each_rank_skips
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step

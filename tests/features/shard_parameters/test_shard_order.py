@@ -48,10 +48,12 @@ class InOrder(Body):
         return x
 
 
-def train(options, order, place=4, checkpointed=None, trains_all=True, holds=False, steps=3, **case):
+def train(options, order, place=4, checkpointed=None, trains_all=True, holds=False, before=None, steps=3, **case):
     """Returns losses and parameters, and how many units were at rest.
 
-    ``holds``: whether steps run in a context in which the first two blocks are whole.
+    Args:
+        holds: whether steps run in a context in which the first two blocks are whole.
+        before: called before each step with its number, and a parameter of the block that is called first.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -64,6 +66,8 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
     losses, sharded = [], feature.sharded_blocks(engine)
     held = [each.up.weight for each in module.body.called[:2]] if holds else []
     for step in range(steps):
+        if before is not None:
+            before(step, module.body.called[0].up.weight)
         with unsharded_parameters(engine, held) if holds else contextlib.nullcontext():
             loss = engine(batch(step, 0, dist.get_rank(), 4))
             engine.backward(loss)
@@ -117,3 +121,30 @@ def test_a_backward_beside_blocks_that_are_held(ranks):
     """Blocks that stay leave no room for others, so the next one would take the place of the one that is read."""
     for equal, _ in ranks(2).run(compare, "all", "0123", stage=1, holds=True):
         assert all(equal)
+
+
+def double(parameter):
+    parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def drop(parameter):
+    parameter.register_post_accumulate_grad_hook(lambda hooked: setattr(hooked, "grad", None))
+
+
+def compare_hooked(order, rank, hook, hooked, bucket):
+    def on_one_rank(step, parameter):
+        if step == hooked and dist.get_rank() == rank:
+            hook(parameter)
+
+    return compare("all", order, before=on_one_rank, stage=2, bucket=bucket)
+
+
+@vary("order", ["0120", *(pytest.param(each, marks=SLOW) for each in ("00123", "0102030", "0L10"))])
+@vary("rank", [0, 1])
+@vary("hook", [double, drop])
+@vary("bucket", [150, *(pytest.param(each, marks=SLOW) for each in (1, 40))])
+@vary("hooked", [pytest.param(0, marks=SLOW), 1])
+def test_a_hook_on_one_rank_alone(ranks, order, rank, hook, bucket, hooked):
+    """That rank would wait for a block while the others, whose buckets are full, wait for its gradients."""
+    for equal, at_rest in ranks(2).run(compare_hooked, order, rank, hook, hooked, bucket):
+        assert all(equal) and at_rest >= 4
