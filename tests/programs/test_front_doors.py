@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters import from_host
+from deepspeed.compile.features.shard_parameters import from_host, unsharded_parameters
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.front_doors import (
@@ -47,7 +47,8 @@ from support.front_doors import (
 )
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
-from support.training import BOUND, compile_backend
+from support.parameter_gather import one_rank_late
+from support.training import BOUND, compile_backend, device, relative_error
 
 # Of a program that generates.
 TOGETHER = "the texts of all ranks end together, so no rank need wait"
@@ -288,8 +289,11 @@ def sft_with_nf4(case, resumes):
     return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters())
 
 
-def dpo(case, resumes):
-    """``DPOTrainer`` with a reference model, which is an engine without an optimizer."""
+def dpo(case, resumes, callbacks=(), **others):
+    """``DPOTrainer`` with a reference model, which is an engine without an optimizer.
+
+    ``callbacks``: functions that make a callback for the trainer.
+    """
     from trl import DPOConfig, DPOTrainer
 
     def preference(ids):
@@ -302,11 +306,13 @@ def dpo(case, resumes):
         make_model(),
         ref_model=make_model(),
         # But bf16, which is the default, transformers refuses on CPU.
-        args=DPOConfig(**trainer_arguments(case, bf16=False)),
+        args=DPOConfig(**trainer_arguments(case, bf16=False, **others)),
         train_dataset=training,
         eval_dataset=evaluation,
         processing_class=make_tokenizer(),
     )
+    for make in callbacks:
+        trainer.add_callback(make(trainer))
     return train(trainer, case, resumes, others=[trainer.ref_model])
 
 
@@ -620,6 +626,62 @@ def test_sharded_parameters_train_and_save_alike(ranks, tmp_path, door, stage, s
         assert len(sharded.losses) == STEPS
         assert resumed.losses == sharded.losses[HALF:]
         assert resumed.evaluations == sharded.evaluations[1:]
+
+
+def read_by_callbacks(case):
+    """Trains a model that a reference model follows, of which TRL keeps an average, and which a callback saves.
+
+    Each of these is the first to read parameters after a step in which the rank that reads waits for the other one.
+    Returns what they have read, by name, and how often somebody waited for parameters.
+    """
+    from transformers import TrainerCallback
+    from trl import BEMACallback
+
+    class Saves(TrainerCallback):
+        def __init__(self, trainer):
+            self.trainer = trainer
+
+        def on_step_end(self, args, state, control, model, **_):
+            if state.global_step == 2:
+                # It asks sharded parameters for their addresses. Of all ranks the first one writes.
+                whole = unsharded_parameters(self.trainer.model_wrapped) if case.shards else contextlib.nullcontext()
+                with whole:
+                    model.save_pretrained(os.path.join(case.folder, "saved"))
+
+    # The average begins after the first step, and takes what the fifth has made.
+    average = BEMACallback(update_after=1, update_freq=4, device=str(device()))
+    with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
+        outcome = dpo(case, False, [lambda _: average, Saves], sync_ref_model=True, ref_model_sync_steps=3)
+        (reference,) = outcome.others
+        of_models = (("reference", reference.module), ("average", average.running_model))
+        found = {f"{of}: {name}": each for of, model in of_models for name, each in model.named_parameters()}
+        found = {name: each.detach().clone() for name, each in found.items()}
+        for engine in (outcome.engine, reference):
+            engine.destroy()
+    dist.barrier()
+    return {**found, **weights_below(os.path.join(case.folder, "saved"))}, len(waited)
+
+
+def read_beside_plain(case):
+    """Returns by name how far what callbacks read is from what they read without DeepCompile."""
+    found, waited = read_by_callbacks(case)
+    off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
+    expected, _ = read_by_callbacks(off)
+    assert found.keys() == expected.keys()
+    return {name: relative_error([each], [expected[name]]) for name, each in found.items()}, waited
+
+
+@pytest.mark.slow
+@vary("shards", ["", "all"])
+def test_callbacks_read_what_was_stepped(ranks, tmp_path, shards):
+    """A callback would read what was there before the step on a rank that waits for another one, or nothing."""
+    for package in packages("DPOTrainer"):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    case = Case("DPOTrainer", str(tmp_path), shards=shards)
+    for errors, waited in ranks(2).run(read_beside_plain, case):
+        assert {name.split(":")[0] for name in errors} == {"reference", "average", "model.safetensors"}
+        assert max(errors.values()) < BOUND, errors
+        assert shards or waited
 
 
 @pytest.mark.slow

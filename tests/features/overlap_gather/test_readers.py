@@ -9,13 +9,17 @@ import copy
 import threading
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
+from support.models import VOCABULARY
 from support.parameter_gather import Around, one_rank_late
 from support.training import BOUND, Case, batch, device, make_engine, relative_error
 
@@ -239,3 +243,52 @@ def test_writers(ranks):
     """What was written between a step and the next forward would be overwritten by what is on its way."""
     for errors in ranks(2).run(write_between, Case(config={})):
         assert max(errors.values()) < BOUND, errors
+
+
+class Computed(Around):
+    """Blocks compute weights of other parameters, and torchao has quantized the weight of the head."""
+
+    def __init__(self, width=8):
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+        super().__init__(width)
+        for block in self.body.blocks:
+            weight_norm(block.up)
+        self.head = nn.Linear(width, VOCABULARY)
+        quantize_(self.head, Int8WeightOnlyConfig(set_inductor_config=False))
+
+
+@torch.no_grad()
+def computed(module):
+    return [*(block.up.weight for block in module.body.blocks), module.head(torch.eye(8, device=device()))]
+
+
+def between_of_computed():
+    """Largest error of weights that modules compute, as they are read and as they are set."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, errors = Computed().to(device()), []
+    engine = make_engine(module, Case(config={}))
+    with one_rank_late(DELAY):
+        for step in range(4):
+            train(engine, step)
+            read = [weight.clone() for weight in computed(module)]
+            wait_for_parameters(engine)
+            errors.append(relative_error(read, computed(module)))
+        for step in range(4, 6):
+            train(engine, step)
+            for block in module.body.blocks:
+                block.up.weight = torch.full_like(block.up.bias, 0.5)[:, None].expand(-1, 8)
+            time.sleep(2 * DELAY)
+            written = computed(module)[:-1]
+            errors.append(relative_error(written, [torch.full_like(weight, 0.5) for weight in written]))
+    engine.destroy()
+    return errors
+
+
+@pytest.mark.slow
+def test_weights_that_modules_compute(ranks):
+    """A parametrization, or a function of torchao's own class, would compute with what was there before the step."""
+    pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
+    for errors in ranks(2).run(between_of_computed):
+        assert max(errors) < BOUND, errors

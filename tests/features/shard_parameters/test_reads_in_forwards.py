@@ -14,6 +14,7 @@ from deepspeed.compile.features.shard_parameters import feature, unsharded_param
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY
+from support.parameter_gather import one_rank_late
 from support.training import Case, batch, device, make_engine
 
 SLOW = pytest.mark.slow
@@ -171,3 +172,44 @@ def test_forwards_that_read_elsewhere(ranks, model, shards, case):
     for equal, at_rest, compiled in ranks(2).run(compare, model, shards, **case):
         assert all(equal) and compiled == 0
         assert at_rest >= (0 if model == "by another block" else 1)
+
+
+def train_rwkv(**options):
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "context_length": 8, "hidden_size": 8, "num_hidden_layers": 3}
+    model = RwkvForCausalLM(RwkvConfig(**sizes, rescale_every=1)).to(device())
+    engine = make_engine(model, Case(config={"compile": {"regional_compilation": True, **options}}, adam=True))
+    results = []
+    with one_rank_late(0.1):
+        for step in range(3):
+            ids = batch(step, 0, dist.get_rank(), 4)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            engine.eval()
+            with torch.no_grad():
+                results += [loss.detach(), engine(input_ids=ids).logits]
+            engine.train()
+    with unsharded_parameters(engine):
+        results += [each.detach().clone() for each in model.parameters()]
+        engine.destroy()
+    return results
+
+
+def rwkv_in_each_way():
+    expected = train_rwkv(overlap_param_gather=False)
+    return [
+        [torch.equal(*pair) for pair in zip(train_rwkv(**options), expected, strict=True)]
+        for options in ({}, {"shard_parameters": "all"})
+    ]
+
+
+@SLOW
+def test_rwkv_halves_weights_in_evaluation(ranks):
+    """What it halves before its blocks run would be on its way to this rank, and overwritten, or at rest."""
+    pytest.importorskip("transformers")
+    for of_ways in ranks(2).run(rwkv_in_each_way):
+        assert all(map(all, of_ways))

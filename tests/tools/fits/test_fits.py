@@ -406,19 +406,21 @@ def test_accumulation_has_a_row_for_each_stage():
 
 @pytest.mark.quick
 def test_modes_that_have_a_meaning():
-    """The table would have a mode that is refused, or lack one because a parameter is frozen."""
+    """The table would have a mode that is refused, or the default again, or lack one as a parameter is frozen."""
 
     def names(has_frozen=False, has_blocks=True, **asked):
         return {mode.name for mode in modes.modes_for(Question(accumulation=1, **asked), has_frozen, has_blocks)}
 
     everything = names(True, gpus=2, dtype=torch.bfloat16)
     assert everything == {mode.name for mode in modes.MODES}
-    of_many = {name for name in everything if ("sharded" in name and "resharded" not in name) or "gather" in name}
+    of_many = {name for name in everything if "sharded" in name and "resharded" not in name}
     of_one = everything - of_many
     assert names(True, gpus=1, dtype=torch.bfloat16) == of_one
     assert everything - names(False, gpus=2, dtype=torch.bfloat16) == {name for name in everything if "frozen" in name}
     assert not any("remainders" in name for name in names(gpus=2, dtype=torch.float32))
     assert not any("checkpointed" in name or "FSDP2" in name for name in names(has_blocks=False))
+    lines = [mode.lines(enables=True, is_whole=True) for mode in modes.MODES]
+    assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in each for each in lines)
 
 
 def on_its_device():

@@ -67,7 +67,8 @@ class Mode:
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
         budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.
-        overlap_gather: ``overlap_param_gather``, which changes no peak.
+        overlap_gather: whether the configuration sets ``overlap_param_gather`` to true, which makes blocks. The
+            overlapped gather itself, which is the default of blocks, changes no peak.
         keep: ``keep_gathered``.
         eight_bit: ``optimizer_states: "8bit"``.
         remainders: ``store_param_remainders``.
@@ -139,7 +140,6 @@ class Mode:
 
 _BASES = (
     Mode("ZeRO-1 or 2"),
-    Mode("gather overlapped", overlap_gather=True),
     Mode("loss in chunks", chunked_loss=True),
     Mode("budget 0.5", 1.1, budget=0.5),
     Mode("budget 0.25", 1.2, budget=0.25),
@@ -177,7 +177,7 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
     modes = [
         mode
         for mode in MODES
-        if (question.gpus > 1 or not (mode.shard_parameters or mode.overlap_gather))
+        if (question.gpus > 1 or not mode.shard_parameters)
         and (mode.shard_parameters != "frozen" or has_frozen)
         and (has_blocks or not mode.by_blocks)
         and (question.dtype == torch.bfloat16 or not mode.remainders)
