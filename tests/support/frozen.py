@@ -353,8 +353,8 @@ def late(delay):
     send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
-    def send_late(self, evaluates=False, sends_frozen=True):
-        send(self, evaluates, sends_frozen)
+    def send_late(self, at=None, sends_frozen=True):
+        send(self, at, sends_frozen)
         received = [*_received(self.memory)]
         if sends_frozen and self.memory.frozen_bytes:
             received.append(self._target[: self.memory.frozen_bytes])

@@ -24,9 +24,6 @@ FOLLOWED = {
     "change its values in place, or make another engine of the model": _SHARDING,
     "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
     "run the backward before destroy(), or the forward again": _SHARDING,
-    "or lists and dicts of tensors, or run a block on every rank": (
-        "features/shard_parameters/test_shard_frozen.py::test_a_rank_that_runs_no_block"
-    ),
     "and cannot be {} here; do it within `with unsharded_parameters(engine):`": _SHARDING,
     ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's": _SHARDING,
     "by some ranks alone; do it on all ranks, or within": (
@@ -49,8 +46,8 @@ FOLLOWED = {
     'compile.shard_frozen is shard_parameters now; set it to "frozen"': _SECTION,
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
     "that compile.shard_parameters shards stay whole; set that too": _SECTION,
-    "for one rank alone, all ranks enter unsharded_parameters(engine)": (
-        "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
+    "(if need be on zeros, and multiply the output by 0), or enter unsharded_parameters(engine)": (
+        "features/shard_parameters/test_ranks_alike.py::test_a_block_on_zeros"
     ),
     # The blocks, and what is compiled of them.
     "has no such module outside of another block; {}": _REFUSED_BLOCKS,

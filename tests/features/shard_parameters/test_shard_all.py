@@ -17,7 +17,6 @@ import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
-from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT
 from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -118,7 +117,7 @@ def train(model, config, steps=3, skips=False, **case):
     rank, losses = dist.get_rank(), []
     for step in range(steps):
         for micro_step in range(engine.gradient_accumulation_steps()):
-            loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
+            loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
@@ -148,7 +147,7 @@ def compare(model, delay=None, **more):
 
 def compare_beside(model, kept):
     with mock.patch.dict(SHARDED["compile"], {} if kept is None else {"keep_gathered": kept}):
-        return compare(model, skips=True, bucket=10**6, stage=2, steps=4)
+        return compare(model, skips=True, stage=2, steps=4)
 
 
 TRAINABLE = [model for model in MODELS if model not in ("quantized", "casting")]
@@ -244,19 +243,10 @@ def test_other_options(ranks, option):
         assert equal == [True, True] and at_rest >= 15
 
 
-@SLOW
-@vary("model", ["plain", "non-reentrant", "breaking"])
-@vary("world", [2, 3])
-def test_ranks_that_skip_other_blocks(ranks, model, world):
-    """A rank that skips a block would keep its part of the block from the others, or take the next block for it."""
-    for equal, _ in ranks(world).run(compare, model, skips=True, bucket=10**6, stage=2, steps=4):
-        assert equal == [True, True, True]
-
-
 @vary("model", ["between", *(pytest.param(model, marks=SLOW) for model in BESIDE if model != "between")])
 @vary("kept", [None, pytest.param(2, marks=SLOW)])
-def test_a_large_layer_beside_blocks_that_ranks_skip(ranks, model, kept):
-    """A rank that comes to the layer earlier than others would gather it while they gather a block."""
+def test_a_large_layer_beside_blocks_that_are_left_out(ranks, model, kept):
+    """The layer would be read before it came, or a block that stays whole would be taken for one that was left out."""
     for equal, _ in ranks(2).run(compare_beside, model, kept):
         assert equal == [True, True, True]
 
@@ -1012,12 +1002,6 @@ def test_a_rank_without_images(shards):
     for said, seconds in in_processes_of_their_own(without_images, shards):
         assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
         assert seconds < TIMEOUT
-
-
-@pytest.mark.quick
-def test_a_gpu_can_say_why_ranks_differ():
-    """An assertion on a CUDA device refuses a message of 255 bytes or more, in every run, also of ranks alike."""
-    assert len(DIFFERENT.encode()) < 255
 
 
 def test_what_is_refused(ranks, tmp_path):

@@ -141,8 +141,6 @@ class ShardParameters(Feature):
                 "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
                 "that differentiates; leave it out, or call the engine outside of these"
             )
-        if training and torch.is_grad_enabled():
-            self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

@@ -17,7 +17,7 @@ from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
-from .comparison import Comparison
+from .comparison import FIRST_OF_UNITS, MOST_UNITS, Comparison
 from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-# More than an engine has.
-MOST_UNITS = 2**32
 
 
 class ShardedBlocks:
@@ -85,33 +82,33 @@ class ShardedBlocks:
         # Engines share the process group.
         first_number = identity * MOST_UNITS
         names = {parameter: name for name, parameter in module.named_parameters()}
+        names_of_modules = {part: name for name, part in module.named_modules()}
 
-        def make_unit(number, trained, frozen=()):
+        def make_unit(number, name, trained, frozen=()):
             def named(parameters):
                 return {names.get(each, "a parameter"): each for each in parameters}
 
             memory = UnitMemory(named(frozen), named(trained), make_trained, rank, world, device)
-            return Unit(memory, process_group, device, first_number + number)
+            return Unit(memory, process_group, device, first_number + FIRST_OF_UNITS + number, name)
 
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
         for block, frozen, its_trained in of_block:
             if frozen or its_trained:
-                self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
+                name = f"block {names_of_modules.get(block, type(block).__name__)}"
+                self._unit_of[id(block)] = make_unit(len(self._unit_of), name, its_trained, frozen)
         self.units = list(self._unit_of.values())
-        beginning = None
-        if self.partitions is not None:
-            beginning = Comparison(first_number + MOST_UNITS - 1, process_group, device)
-        self.passes = Passes(self._unit_of, self.units, beginning)
+        moments = Comparison(first_number, "", process_group, device)
+        self.passes = Passes(self._unit_of, self.units, moments)
         self.whole = self.passes.whole
         large = {}
         if self.partitions is not None:
             for parameter in large_outside(outside, module, blocks):
-                large[parameter] = make_unit(len(self.units), [parameter])
+                large[parameter] = make_unit(len(self.units), f"parameter {names.get(parameter)}", [parameter])
                 self.units.append(large[parameter])
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
-                self.outside = make_unit(len(self.units), outside)
+                self.outside = make_unit(len(self.units), "parameters outside of blocks", outside)
         self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
         for unit in self.units:
             unit.owner = self

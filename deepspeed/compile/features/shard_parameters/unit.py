@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from ...zero_1_and_2.collectives import collective
 from ..overlap_gather.gather import grouped
 from .at_rest import ended, keep_owner, mark_resharded, unmark
-from .comparison import PURPOSE, Comparison
+from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ class Unit:
             different ranks, and a process group matches messages by their order alone.
         device: on which the unit is gathered.
         number: of the unit, the same on all ranks and no other unit's, also of other engines.
+        name: of the unit, for errors.
 
     Attributes:
         memory: as above.
@@ -43,11 +44,13 @@ class Unit:
         is_used: whether code that may change the parameters has run since the unit was gathered.
     """
 
-    def __init__(self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int):
+    def __init__(
+        self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int, name: str
+    ):
         self.memory, self._group, self._device = memory, process_group, device
         for place in memory.places():
             place.unit = weakref.ref(self)
-        self.comparison = Comparison(number, process_group, device)
+        self.comparison = Comparison(number, name, process_group, device)
         self._target: Any = None  # of a gather
         self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for
         self._readers: List[Any] = []  # streams that have waited for the gather
@@ -87,11 +90,11 @@ class Unit:
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
-    def start_gather(self, evaluates: bool = False) -> None:
+    def start_gather(self, at: Optional[At] = None) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
 
         Args:
-            evaluates: whether it is for a forward without gradients, which ranks compare.
+            at: the block that was reached, which ranks compare, if this unit is the next one.
 
         Raises:
             DistBackendError: if the collective failed.
@@ -99,7 +102,7 @@ class Unit:
         if self.is_gathered or self._works is not None:
             return
         self._target = self.memory.allocate_target()
-        self._send(evaluates)
+        self._send(at)
 
     def compare(self) -> None:
         """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
@@ -107,11 +110,11 @@ class Unit:
             with collective(PURPOSE):
                 self.comparison.start()
 
-    def _send(self, evaluates=False, sends_frozen=True):
+    def _send(self, at=None, sends_frozen=True):
         memory, works = self.memory, []
         # First, because parts of different units may differ in size.
         with collective(PURPOSE):
-            self.comparison.start(evaluates)
+            self.comparison.start(at)
         self.comparison.wait_on_cpu()
         with collective(PURPOSE):
             if memory.frozen_bytes and sends_frozen:

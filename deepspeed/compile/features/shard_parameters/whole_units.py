@@ -20,13 +20,14 @@ more than ``WholeUnits.most_kept`` are kept. All ranks begin the same units in t
 import collections
 import contextlib
 import time
-from typing import Callable, Dict, Iterable, Iterator, List, Set
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Set
 
 import torch
 
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import warn
+from .comparison import At
 from .private_torch import in_backward
 from .unit import Unit
 
@@ -78,10 +79,10 @@ class WholeUnits:
     def are_fixed(self) -> bool:
         return self._fixed > 0
 
-    def begin(self, unit: Unit, is_kept: bool = False, evaluates: bool = False) -> None:
+    def begin(self, unit: Unit, is_kept: bool = False, at: Optional[At] = None) -> None:
         """Begins to gather a unit, unless it is whole or on its way. Reshards others for it.
 
-        ``is_kept``: whether the unit stays until its backward. ``evaluates``: as for ``Unit.start_gather()``.
+        ``is_kept``: whether the unit stays until its backward. ``at``: as for ``Unit.start_gather()``.
         """
         if self.are_fixed:
             return
@@ -101,7 +102,7 @@ class WholeUnits:
             self.free_lent()
             self._is_kept[unit] = False
             try:
-                unit.start_gather(evaluates)
+                unit.start_gather(at)
             except BaseException:
                 # A later forward shall raise this error again, and not wait for what never comes.
                 del self._is_kept[unit]
@@ -116,7 +117,7 @@ class WholeUnits:
     def release(self, unit: Unit) -> None:
         """Called when a pass needs a unit no longer. Reshards it if it is replaceable."""
         if self._is_kept.get(unit):
-            # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
+            # The ranks may have left out the block. They then have the unit, and send it anew after a step.
             unit.finish_gather()
         elif unit in self._is_kept and not self._uses[unit] and not self.are_fixed:
             self._reshard(unit)
