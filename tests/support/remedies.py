@@ -39,14 +39,14 @@ FOLLOWED = {
     "load the model on the host before deepspeed.initialize(), which cuts it there": (
         "features/shard_parameters/test_from_host.py::test_it_trains_as_from_the_device"
     ),
-    "drop it, or clone() it, to have them sharded by compile.shard_parameters": (
-        "features/shard_parameters/test_shard_frozen.py::test_views_that_are_kept"
+    "clone() what you keep, or take it anew": (
+        "features/shard_parameters/test_shard_all.py::test_views_that_are_kept_over_a_step"
     ),
     "is no number of blocks; set it to one, which may be 0": _SECTION,
     'compile.shard_frozen is shard_parameters now; set it to "frozen"': _SECTION,
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
     "that compile.shard_parameters shards stay whole; set that too": _SECTION,
-    "(if need be on zeros, and multiply the output by 0), or enter unsharded_parameters(engine)": (
+    "(if need be on zeros, and multiply the output by 0), or use unsharded_parameters(engine)": (
         "features/shard_parameters/test_ranks_alike.py::test_a_block_on_zeros"
     ),
     # The blocks, and what is compiled of them.

@@ -21,7 +21,7 @@ MOST_UNITS = 2**16
 # An assertion on a GPU takes no message of 255 bytes.
 DIFFERENT = (
     "ranks gathered parameters of different blocks, this one at {}: with compile.shard_parameters all ranks call the "
-    "same blocks (if need be on zeros, and multiply the output by 0), or enter unsharded_parameters(engine)"
+    "same blocks (if need be on zeros, and multiply the output by 0), or use unsharded_parameters(engine)"
 )
 LONGEST_NAME = 40
 
