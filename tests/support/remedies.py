@@ -35,7 +35,7 @@ FOLLOWED = {
     "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first": _SHARDING,
     "cannot move it to the host; name other states in include=[...]": _SHARDING,
     "and compile.shard_parameters='all' a part of them; leave one of them out": _SHARDING,
-    "install a release of torch that ds_report names as tested, or leave this out": _SHARDING,
+    "compare the first losses with those of a run without it": _SHARDING,
     "load the model on the host before deepspeed.initialize(), which cuts it there": (
         "features/shard_parameters/test_from_host.py::test_it_trains_as_from_the_device"
     ),
