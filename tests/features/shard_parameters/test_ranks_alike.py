@@ -105,6 +105,7 @@ def test_blocks_that_all_ranks_leave_out(ranks, blocks):
     assert ranks(2).run(compare, blocks, without, False) == [[True] * 3] * 2
 
 
+@pytest.mark.follows("(if need be on zeros, and multiply the output by 0), or use unsharded_parameters(engine)")
 def test_a_block_on_zeros(ranks):
     """Who does as the error says would meet it again, or train otherwise."""
     assert ranks(2).run(compare, (1, 3), on_zeros, True) == [[True] * 3] * 2

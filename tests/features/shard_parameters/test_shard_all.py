@@ -630,6 +630,7 @@ def work_beside_whole(name, folder, **case):
     return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
+@pytest.mark.follows("leave compile.optimizer_states out to set states")
 @vary("work", WORKS)
 @vary("case", [{"stage": 2}, pytest.param({"stage": 1, "dtype": "bf16", "groups": 2}, marks=SLOW)])
 def test_what_works_at_rest(ranks, tmp_path, work, case):
@@ -1015,6 +1016,7 @@ def views_over_a_step():
     return [call.args[0] for call in warned.call_args_list], differ, is_silent
 
 
+@pytest.mark.follows("clone() what you keep, or take it anew")
 def test_views_that_are_kept_over_a_step(ranks):
     """A state dict would have new values of what its rank owns and old ones of the rest, and nobody would know."""
     for rank, (said, differ, is_silent) in enumerate(ranks(2).run(views_over_a_step)):

@@ -680,6 +680,7 @@ def copies_made_at_rest():
     return half.dtype, half.shape, clone.dtype, said, advised is None and unchanged
 
 
+@pytest.mark.follows("so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`")
 def test_copies_made_at_rest(ranks):
     """A copy of another dtype would say that it is as the parameter, and writing a copy would write the parameter."""
     for half, shape, whole, said, unchanged in ranks(2).run(copies_made_at_rest):

@@ -5,6 +5,7 @@
 import os
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -257,6 +258,20 @@ REMEDIES = {
 }
 
 
+@pytest.mark.follows(
+    "and cannot be trained; set requires_grad before the engine is made",
+    "and another rank was to save it; save it on rank 0 alone",
+    "was called within a forward or a backward; call it outside of them",
+    "change its values in place, or make another engine of the model",
+    "and its engine was destroyed; make another engine of the model, or destroy",
+    "run the backward before destroy(), or the forward again",
+    "and cannot be {} here; do it within `with unsharded_parameters(engine):`",
+    ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's",
+    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
+    "cannot move it to the host; name other states in include=[...]",
+    "and compile.shard_parameters='all' a part of them; leave one of them out",
+    "compare the first losses with those of a run without it",
+)
 @vary("remedy", [function.__name__ for function in REMEDIES])
 def test_what_messages_advise(ranks, tmp_path, remedy):
     """Who does as a message says would meet the next error, or train a model without its values."""
