@@ -149,6 +149,7 @@ def check(results, dtype):
         assert trained.released
 
 
+@pytest.mark.follows("tensors; assign a tensor to an entry of the list", "is not a tensor of {} elements; assign one")
 @pytest.mark.core
 @vary("change", WAYS)
 @vary("stage, groups, clipping", [(1, 1, 0.0), (2, 2, 0.05)])

@@ -114,6 +114,7 @@ def zero_grad_of_optimizer(engine):
     engine.optimizer.zero_grad()
 
 
+@pytest.mark.follows("on their way to other ranks; call it when the backward has ended")
 @pytest.mark.sanitized
 @vary("drop", [zero_grad_of_engine, zero_grad_of_optimizer])
 @vary("bucket", [1, 40])

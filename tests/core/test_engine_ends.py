@@ -137,6 +137,7 @@ def use_after_destroy(case):
     return said, all(moved)
 
 
+@pytest.mark.follows("run the forward again with an engine that is alive")
 @pytest.mark.sanitized
 def test_a_graph_of_a_destroyed_engine_says_so(ranks):
     """A graph that outlives its engine would give its gradients to no one, and say nothing."""

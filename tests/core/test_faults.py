@@ -130,6 +130,7 @@ def part_of_a_step_lost(case, how):
     return AfterLoss(raised, error)
 
 
+@pytest.mark.follows("call engine.optimizer.zero_grad() and run all of its micro-batches again")
 @vary("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
 @vary("stage", [1, 2])
 def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
@@ -270,6 +271,7 @@ def test_half_a_step_without_an_engine():
         interrupted.refuse()
 
 
+@pytest.mark.follows("load a checkpoint with its optimizer states before going on")
 @vary("stage", [1, 2])
 def test_half_a_step(ranks, tmp_path, stage):
     """An engine would go on with parameters of which a step has changed a part, or stay locked behind a checkpoint."""

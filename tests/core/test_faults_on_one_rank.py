@@ -271,6 +271,10 @@ def resumed(case, folder):
     return relative_error(module.parameters(), plain.parameters())
 
 
+@pytest.mark.follows(
+    "look for the first error of any rank, and start the processes again from a checkpoint",
+    "Restart from a checkpoint",
+)
 @vary(
     "how, says",
     [

@@ -290,6 +290,7 @@ def release_by(how, case):
     return Released(before, after, error)
 
 
+@pytest.mark.follows("run a backward at the gradient accumulation boundary first")
 @pytest.mark.sanitized
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
 @vary("stage", [1, 2])

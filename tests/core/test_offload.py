@@ -356,6 +356,7 @@ def train_with_little_host_memory():
     return total_error(trained[:1], trained[1:]), total_error(trained[:1], [torch.ones_like(trained[0])])
 
 
+@pytest.mark.follows("host memory for gradients could not be allocated; use more ranks")
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver takes address space of the host too")
 def test_little_host_memory(ranks):

@@ -143,6 +143,7 @@ def train_viewed_as_complex():
     return beside.end()
 
 
+@pytest.mark.follows("make it real, with a last dimension of two")
 def test_complex(ranks):
     """The master weights, which are fp32, would lose the imaginary part, and training would go on."""
     (raised,) = ranks(1).run(compile_complex)
@@ -168,6 +169,7 @@ def train_made_of_others():
     return said, trains
 
 
+@pytest.mark.follows("which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false")
 def test_a_parameter_made_of_others(ranks):
     """DeepSpeed gives such a parameter memory in its flat tensor, which no forward reads: it would stay as it was."""
     ((said, trains),) = ranks(1).run(train_made_of_others)

@@ -120,6 +120,7 @@ def test_a_rule_that_does_not_say_how_far_it_went(returned):
         Ranges(step, 4, None, lambda *_: None).step_rest()
 
 
+@pytest.mark.follows("a rule must return the end of the elements")
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranges_step_as_the_whole(name):

@@ -6,6 +6,7 @@ import importlib
 from typing import NamedTuple, Optional
 from unittest import mock
 
+import pytest
 import torch
 
 from deepspeed.compile.zero_1_and_2.engine import calls
@@ -26,6 +27,7 @@ def compile_with_an_old_torch():
     return said
 
 
+@pytest.mark.follows("is too old; install torch {} or newer")
 def test_refused_with_an_old_torch(ranks):
     """Training would fail somewhere in a torch that lacks what graphs need."""
     ((said, advised),) = ranks(1).run(compile_with_an_old_torch)
@@ -63,6 +65,7 @@ def test_compiled_after_torch_failed(ranks, stage):
     assert result.second is None and result.error < BOUND and result.anew < BOUND
 
 
+@pytest.mark.follows("failed half-way; create a new engine")
 @vary("stage", [1, 2])
 def test_refused_after_half_a_compile(ranks, stage):
     """A second engine.compile() would set up an engine twice that the first has left half-way."""
@@ -97,6 +100,7 @@ def train_with_another_wrapper(deepcompile):
     return train_prepared(case, module, engine), optimizer.steps
 
 
+@pytest.mark.follows("optimizer wrapper {} is not supported; set compile.deepcompile to false")
 def test_an_optimizer_wrapper_of_the_user(ranks):
     """What a wrapper adds to a step would be lost, or DeepSpeed without DeepCompile would lose it too."""
     for said in ranks(2).run(train_with_another_wrapper, True):

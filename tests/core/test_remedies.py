@@ -11,6 +11,7 @@ import sysconfig
 import time
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,10 @@ def train_embedding(kind, **sparse):
     return pair.end()
 
 
+@pytest.mark.follows(
+    "is sparse, and DeepCompile reduces dense ones only; build the module with sparse=False",
+    "got a sparse gradient, and DeepCompile reduces dense ones only",
+)
 def test_a_sparse_gradient(ranks):
     """The error would name no module, or a dense embedding would not train either."""
     for kind, sparse, name in (
@@ -167,6 +172,7 @@ def train_two_backwards(advised):
     return pair.end(), [text for text in texts if "use engine.coalesce_grad_reduction()" in text]
 
 
+@pytest.mark.follows("use engine.coalesce_grad_reduction() or")
 def test_several_backwards_in_one_step(ranks):
     """Nobody would be told that gradients are replaced, or the context that is advised would replace them too."""
     for advised in (False, True):
@@ -189,6 +195,9 @@ def train_replaced_weight():
     return told, pair.end()
 
 
+@pytest.mark.follows(
+    "was put into the model, or its requires_grad set, after the engine was made; create a new engine",
+)
 def test_a_parameter_that_the_optimizer_lacks(ranks):
     """The new engine that is advised would raise as the first, whose compiled code torch still has."""
     ((told, outcome),) = ranks(1).run(train_replaced_weight)
@@ -213,6 +222,7 @@ def train_clipped(computes):
     return pair.end()
 
 
+@pytest.mark.follows("so set compute_grad_norm to true")
 def test_clipping_without_a_norm(ranks):
     """The step would end in an error that names no option, or what is advised would clip by another norm."""
     (told,) = ranks(1).run(train_clipped, False)
@@ -235,6 +245,7 @@ def compile_where_one_rank_lacks_a_compiler(folder):
     return said, train_prepared(Case(model=SMALL), module, engine)
 
 
+@pytest.mark.follows("`apt-get install g++`, or name one in CXX")
 def test_one_rank_without_a_compiler(ranks, tmp_path):
     """The other ranks would wait for it until the timeout, and end with an error that names no compiler."""
     (said, error), (of_other, other_error) = ranks(2).run(compile_where_one_rank_lacks_a_compiler, tmp_path)
@@ -256,6 +267,7 @@ def test_without_a_compiler(tmp_path):
     )
 
 
+@pytest.mark.follows("`pip install ninja`, and the environment's bin in PATH", "`apt-get install python3-dev`")
 def test_without_ninja_or_headers(tmp_path, monkeypatch):
     """A user would install what the message names, and be told of it again."""
     compiler, bin_of_environment = tmp_path / "bin" / "c++", os.path.dirname(sys.executable)
@@ -303,6 +315,7 @@ def train_alike(advised):
     return texts, pair.end()
 
 
+@pytest.mark.follows("give it these too, or set their requires_grad to false")
 def test_layers_of_which_the_optimizer_lacks_a_parameter(ranks):
     """Gradients that graphs could reduce would stay with autograd after the user has done what the warning says."""
     ((texts, _),) = ranks(1).run(train_alike, None)
@@ -327,6 +340,7 @@ def train_with_the_later_engine():
     return told, pair.end()
 
 
+@pytest.mark.follows("use that one, and destroy this one")
 def test_an_engine_whose_parameters_a_later_one_trains(ranks):
     """The engine that is to be destroyed would take with it what the later one needs."""
     for told, ended in ranks(2).run(train_with_the_later_engine):
@@ -354,6 +368,7 @@ def train_under_hooks(of_all):
     return [text for text in texts if "Hooks of all modules" in text], len(calls), pair.end()
 
 
+@pytest.mark.follows("register hooks at modules to have it compiled")
 def test_hooks_at_modules(ranks):
     """Nobody would be told why nothing is compiled, or hooks at modules would have nothing compiled either."""
     ((texts, calls, ended),) = ranks(1).run(train_under_hooks, True)
@@ -389,6 +404,7 @@ def train_where_a_backward_raised_meanwhile():
     return told, pair.end()
 
 
+@pytest.mark.follows("raised in another thread while this one began; run this one again")
 def test_a_backward_that_raised_in_another_thread(ranks):
     """The backward that is to be run again would be refused for the same one that raised."""
     for told, ended in ranks(2).run(train_where_a_backward_raised_meanwhile):

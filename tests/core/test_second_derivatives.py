@@ -43,6 +43,7 @@ def train(case):
     return pair.end(), told
 
 
+@pytest.mark.follows("code that DeepCompile has compiled has none; run this forward and its backward in")
 @vary(
     "stage, accumulation, backend",
     [pytest.param(1, 1, "inductor", marks=pytest.mark.slow), (1, 1, "eager"), (2, 2, "eager")],
@@ -78,6 +79,7 @@ def ask_for_parameters(case):
     return told, float((actual - expected).norm() / expected.norm()), actual.requires_grad
 
 
+@pytest.mark.follows("which has no second derivatives; run this forward and its backward in")
 def test_parameters_of_a_module_that_is_called_directly(ranks):
     """A graph's gradient would be returned as a constant, whose second derivative is silently zero."""
     ((told, error, can_be_differentiated),) = ranks(1).run(ask_for_parameters, Case())

@@ -450,7 +450,7 @@ def test_the_docs_list_who_uses_private_names():
 
 
 def test_sharded_parameters_use_private_torch_in_one_file():
-    """Nobody would ask a new torch for what another file leans on, and training would read memory that is gone."""
+    """No test would ask a new torch for what another file leans on, and training would read memory that is gone."""
     folder, one = "features.shard_parameters.", "features.shard_parameters.private_torch"
     found = {name: {*private_names(tree)} for name, tree in modules().items() if name.startswith(folder)}
     names_of_torch = {part for name in found[one] for part in name.split(".")[1:] if is_private(part)}

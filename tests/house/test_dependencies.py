@@ -220,6 +220,11 @@ MOVED = {
 }
 
 
+@pytest.mark.follows(
+    "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now",
+    "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now",
+    "deepspeed.compile.features.fits is deepspeed.compile.fits now",
+)
 def test_every_file_can_be_imported():
     """A file that few trainings need would import a name that is gone."""
     for name, _ in trees():

@@ -237,6 +237,7 @@ def test_wheel_has_the_base_s_commands(built, base):
     assert scripts == {name.removeprefix("bin/") for name in base if name.startswith("bin/")}
 
 
+@pytest.mark.follows("install torch first and add --no-build-isolation")
 def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
     before = venv.files()
     added = checkout / "deepspeed" / "compile" / "added_by_test.py"
@@ -391,6 +392,7 @@ def offline(archives, find_links=""):
     }
 
 
+@pytest.mark.follows("put that file into {}, or name the folder that holds it in {}")
 def test_unreachable_base_is_named_and_can_be_provided(venv, checkout, base, tmp_path, no_torch):
     archives = tmp_path / "archives"
     sentence = refusal(venv, checkout, offline(archives) | no_torch)
@@ -411,6 +413,7 @@ def test_downloaded_archive_with_another_hash_is_refused(venv, checkout, base, t
     assert not list(tmp_path.glob("archives/*"))
 
 
+@pytest.mark.follows("delete it to have it downloaded again")
 def test_kept_archive_with_another_hash_is_refused(venv, checkout, base, tmp_path, no_torch):
     archives = tmp_path / "archives"
     archives.mkdir()
@@ -428,6 +431,7 @@ def test_old_torch_is_refused(venv, checkout, tmp_path):
     assert "torch 2.9.1+cpu is installed, but torch 2.11 or newer is needed" in sentence
 
 
+@pytest.mark.follows("or newer is needed (pip install --upgrade setuptools)")
 def test_an_old_setuptools_is_refused(venv, checkout, base, tmp_path, no_torch):
     """Who upgrades setuptools, as the refusal says, would be refused again."""
     skip_without_an_index(venv)

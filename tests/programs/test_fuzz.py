@@ -41,7 +41,6 @@ from support.recipes import (
     CHANGING,
     EVALUATIONS,
     FREEZES,
-    HOLDING,
     IGNORED,
     KINDS,
     ORDERS,
@@ -510,36 +509,12 @@ def _checkpointed(piece, drawn, freezes):
     return None if freezes or hooked or piece.kind in BUFFERED else piece.checkpointed
 
 
-def _is_beside_blocks(piece):
-    """Whether no module of a piece is a block."""
-    return piece.repeats == 1 or piece.kind not in HOLDING
-
-
 def _for_sharding(drawn):
     """Changes pieces so that their model may shard parameters. The first one has blocks, to which others come back."""
     first = dataclasses.replace(drawn[0], kind="block", repeats=max(drawn[0].repeats, 2))
     return (
         first,
         *(dataclasses.replace(layer, frozen=None) if layer.kind in CHANGING else layer for layer in drawn[1:]),
-    )
-
-
-def _for_ranks_that_skip(drawn):
-    """Changes pieces so that ranks with sharded parameters may skip different ones.
-
-    All ranks come back to earlier blocks alike, and make the same changes of a block's parameters in a forward.
-    """
-    return tuple(
-        dataclasses.replace(
-            piece,
-            like=None,
-            order=None,
-            between=None,
-            by_forward=False,
-            reads_part=False,
-            skipped=piece.skipped and piece.kind not in CHANGING,
-        )
-        for piece in drawn
     )
 
 
@@ -580,15 +555,11 @@ def recipes(draw, backends, most=5, sharded=False):
         and draw(st.sampled_from([False, True, True]) if sharded else st.booleans())
     )
     shards = shards or shards_trained
-    if shards_trained and any(piece.kind in CHANGING and _is_beside_blocks(piece) for piece in drawn):
-        each_rank_skips = False
+    # Ranks that share parameters call the same blocks.
+    each_rank_skips = each_rank_skips and not shards
     # Reads past a module's call are those of other options' tests where parameters are whole.
     if not shards:
         drawn = tuple(dataclasses.replace(piece, by_forward=False, reads_part=False) for piece in drawn)
-    if shards and each_rank_skips:
-        drawn = _for_ranks_that_skip(drawn)
-    # Ranks that skip other blocks wait for each other where a bucket fills.
-    needs_one_bucket = shards and each_rank_skips
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step
@@ -601,12 +572,11 @@ def recipes(draw, backends, most=5, sharded=False):
         width=draw(st.integers(3, 9)),
         tied=tied,
         unused=draw(st.booleans()),
-        # Ranks may skip blocks that are called by the module around them.
-        body_within=(shards and each_rank_skips) or draw(st.booleans()),
+        body_within=draw(st.booleans()),
         stage=stage,
         accumulation=accumulation,
         backend=backend,
-        bucket=10**6 if needs_one_bucket else draw(st.sampled_from([150, 1, 40, 10**6])),
+        bucket=draw(st.sampled_from([150, 1, 40, 10**6])),
         groups=draw(st.integers(1, 2)),
         clipping=draw(st.sampled_from([0.0, 0.05])),
         # DeepSpeed does not find the master parameters, with which bf16 is compared, where they are sent round.
@@ -622,8 +592,7 @@ def recipes(draw, backends, most=5, sharded=False):
         alone=draw(st.sampled_from([False, False, True])) and not (shards and changing),
         direct=direct,
         losses=draw(st.integers(1, 2)),
-        # Ranks that skip other blocks would come to the head of each forward at another time.
-        together=draw(st.booleans()) and not (shards_trained and each_rank_skips),
+        together=draw(st.booleans()),
         # Generated code may go backward once only, and without DeepCompile, beside which low precision is held,
         # DeepSpeed tells of a forward's first backward only.
         twice=backend == "eager" and dtype == "fp32" and draw(st.sampled_from([False, False, True])),
@@ -646,8 +615,7 @@ def recipes(draw, backends, most=5, sharded=False):
         # Where a forward changes parameters, one more forward changes what the penalty is.
         penalized=dtype == "fp32" and not changing and draw(st.sampled_from([False, False, True])),
         freezes=freezes,
-        # Within a backward, each rank would gather what it moves when it comes there.
-        moves=moves and not (shards and each_rank_skips),
+        moves=moves,
         changes_parameters=not remainders and draw(st.sampled_from([False, False, False, True])),
         changes_buffers=draw(st.booleans()),
         ignores=draw(st.sampled_from([None, None, "mean", "sum"])),

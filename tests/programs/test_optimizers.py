@@ -337,6 +337,7 @@ def quantized_with(block_size, width):
     return [line for line in lines if "AdamW8bit" in line], type(state["exp_avg"]).__name__
 
 
+@pytest.mark.follows("does not divide partitions of {} elements; {}", "give it block_size={}")
 def test_states_that_stay_in_fp32(ranks):
     """Who asked for states in 8 bits would have them in fp32, and not know which block size helps."""
     pytest.importorskip("torchao")

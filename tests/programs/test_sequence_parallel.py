@@ -138,6 +138,7 @@ def train_in_three_ways(split, heads_of_keys, **case):
     )
 
 
+@pytest.mark.follows("UlyssesSPAttentionHF.register_with_transformers() returns")
 @vary(
     "world, heads_of_keys, case",
     [

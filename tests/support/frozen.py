@@ -105,7 +105,7 @@ class SlotsAdapted(AdaptedBlock):
 
 
 class AttributeAdapted(AdaptedBlock):
-    """It leaves its output in an attribute, beside a view of a frozen parameter."""
+    """It leaves its output in an attribute, beside a view of a parameter."""
 
     hidden = view = None
 
@@ -256,7 +256,7 @@ def through_attributes(self, x, skip):
     for block in self.blocks:
         block(x)
         x, views = block.hidden, views + block.view.sum()
-        block.hidden = None
+        block.hidden = block.view = None
     return x + views
 
 
@@ -353,8 +353,8 @@ def late(delay):
     send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
-    def send_late(self, evaluates=False, sends_frozen=True):
-        send(self, evaluates, sends_frozen)
+    def send_late(self, at=None, sends_frozen=True):
+        send(self, at, sends_frozen)
         received = [*_received(self.memory)]
         if sends_frozen and self.memory.frozen_bytes:
             received.append(self._target[: self.memory.frozen_bytes])

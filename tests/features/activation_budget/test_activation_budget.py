@@ -284,6 +284,7 @@ def train_with_changed_input(budget, body=ChangesAnInput):
     return end_or_error(loop)
 
 
+@pytest.mark.follows("if one was changed, change a copy of it, or set the option to null")
 def test_an_input_that_others_change(ranks):
     """Torch's error would not say that it is the budget that has the backward read an input, and what helps."""
     check(ranks(1).run(train_with_changed_input, None))
@@ -305,6 +306,7 @@ def train_with_partitioner(torchs):
         return end_or_error(Beside(BlocksWithin(), case_of(0.5, True)))
 
 
+@pytest.mark.follows("use a release of torch that ds_report names as tested")
 def test_another_partitioner_of_torch(ranks):
     """A torch that decides elsewhere what to keep would keep all activations, or draw others in the backward."""
     (message,) = ranks(1).run(train_with_partitioner, another_partitioner)

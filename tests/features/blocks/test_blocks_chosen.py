@@ -107,6 +107,7 @@ def calls_otherwise(block):
     return CallsOtherwise(4)
 
 
+@pytest.mark.follows("cannot compile {}; name other classes")
 @vary(
     "change, why",
     [
@@ -306,6 +307,7 @@ def test_blocks_that_were_compiled_by_themselves(model):
     assert [block._compiled_call_impl for block in blocks] == [None] * len(blocks)
 
 
+@pytest.mark.follows("lines with regional_compilation make blocks")
 def test_more_that_is_compiled_as_a_whole():
     """``fullgraph`` or ``regional_compilation: false`` would not keep a model in one graph."""
     assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
@@ -335,6 +337,7 @@ def test_blocks_are_chosen_once():
     assert blocks and chosen_blocks(request)[0] is blocks and not chosen_blocks(Request(engine, "eager", {}))[0]
 
 
+@pytest.mark.follows("destroy that engine, or set compile.regional_compilation to false for that engine")
 def test_blocks_of_another_engine():
     """A second engine would compile blocks whose compiled call reduces the first engine's gradients."""
     from deepspeed.compile.features.blocks.compile_blocks import compile_blocks, refuse_blocks_of_others

@@ -36,6 +36,12 @@ ALSO_REFUSED = {
 }
 
 
+@pytest.mark.follows(
+    "has no such module outside of another block; {}",
+    "found no blocks that repeat in {}; name their classes in a list",
+    "use the names of its blocks' classes",
+    "which makes a graph of every block; leave one of them out",
+)
 @pytest.mark.quick
 @vary("name", [*REFUSED, *ALSO_REFUSED])
 def test_refused(ranks, name):

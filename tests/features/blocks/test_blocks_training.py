@@ -310,6 +310,7 @@ def train_with_arguments_of_compile(given_to):
     return any("so give them to engine.compile()" in text for text in texts), len(asked), pair.end()
 
 
+@pytest.mark.follows("have no effect, so give them to engine.compile()")
 def test_arguments_with_which_blocks_were_compiled(ranks):
     """They would be lost in silence, or also where the engine is given them, as is advised."""
     ((told, asked, ended),) = ranks(1).run(train_with_arguments_of_compile, "blocks")

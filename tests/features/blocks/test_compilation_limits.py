@@ -411,6 +411,7 @@ def compile_with_arguments(advised):
     return told, honoured, train_prepared(case, module, engine)
 
 
+@pytest.mark.follows("or by an earlier call; call it before the first forward")
 def test_arguments_that_come_late(ranks):
     """Nobody would be told that arguments have no effect, or they would have none before the first forward either."""
     ((told, honoured, error),) = ranks(1).run(compile_with_arguments, False)

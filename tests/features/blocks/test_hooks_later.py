@@ -320,6 +320,7 @@ def train_with_hooks_of_tensors(place, regional):
     return beside.end(), expected, seen, [warning for warning in warnings if "hooks" in warning]
 
 
+@pytest.mark.follows("use hooks of tensors, in a forward hook, instead")
 @vary("place, regional", [("in a block", True), ("head", False)])
 def test_hooks_of_tensors_instead(ranks, place, regional):
     """What the warning advises would end graphs as well, or see and change nothing."""

@@ -139,6 +139,7 @@ def in_evaluation_mode(loop):
     loop.engine.eval()
 
 
+@pytest.mark.follows("if that is not meant, call engine.train() first")
 def test_a_module_trained_in_evaluation_mode(ranks):
     """A module that stays in evaluation mode would be trained uncompiled for ever."""
     (found,) = trained(ranks, Case(), in_evaluation_mode)
@@ -306,6 +307,7 @@ def compiled_by(stage):
     return is_active
 
 
+@pytest.mark.follows("for DeepCompile set zero_optimization.stage to 1 or 2")
 @pytest.mark.parametrize("stage, expected", [(0, False), (1, True), (2, True)])
 def test_the_stages_that_are_advised(ranks, stage, expected):
     """The stages that are advised in stage 0 would leave ``engine.compile()`` plain, too."""
@@ -403,6 +405,7 @@ def compiled_with(compile_kwargs):
     return said
 
 
+@pytest.mark.follows("is not a dict of arguments of torch.compile; pass one, or leave it out")
 def test_arguments_that_are_no_dict(ranks):
     """The error would be Python's, about the length of a sequence, and None, as for torch.compile, be one too."""
     (said,) = ranks(1).run(compiled_with, "mode")

@@ -13,6 +13,7 @@ def compare(name, section):
     return plain, compiled, same(plain, compiled)
 
 
+@pytest.mark.follows("leave it out, or call the engine outside of these")
 @vary("name", ALL)
 @vary("section", [{"regional_compilation": True}, pytest.param({}, marks=pytest.mark.slow)])
 def test_a_context_around_the_first_forward(ranks, name, section):

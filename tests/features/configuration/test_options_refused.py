@@ -188,6 +188,10 @@ if "recompile_limit" in inspect.signature(torch.compile).parameters:
     )
 
 
+@pytest.mark.follows(
+    "compiles without DeepCompile; leave it out, or set compile.deepcompile to false",
+    "scheduled passes rewrite exist; leave `schedule` out",
+)
 @pytest.mark.quick
 @pytest.mark.table
 @vary("name", [*REFUSED, *ALSO_REFUSED])
@@ -203,6 +207,26 @@ def test_training_after_a_refusal(ranks, name):
         assert refused.error < TWICE_ROUNDED[REFUSED[name].dtype]
 
 
+@pytest.mark.follows(
+    "is only supported in stage 3; use 'cpu'",
+    "super_offload is only supported in stage 3; leave it out",
+    "zero_optimization.zenflow is not supported; remove it",
+    "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'",
+    "generation swaps the modules that were compiled; set it to false",
+    "set random_ltd.enabled to false",
+    "set it to false or tune without engine.compile()",
+    "is not a number of compilations; set it to 1 or more",
+    "is neither true nor false; set it to one of them, or to None",
+    "but torch.compile takes one of them; remove either",
+    "is not a dict of torch.compile's options; pass one, or leave it out",
+    "is not a mode of torch.compile; use one of {}",
+    "is not an argument of this torch's torch.compile(); remove it",
+    "go with backend 'inductor', not 'eager'; remove them",
+    "which is not an option of this torch; remove it",
+    "use mode 'max-autotune-no-cudagraphs' or none",
+    "drops the notes that say which gradient is whose; remove it",
+    "DeepCompile's partitioner inserts the reductions; remove it",
+)
 def test_what_refusals_advise(ranks):
     """The advice would be refused in turn, or not train."""
     check_advice(ranks, {**REFUSED, **ALSO_REFUSED})

@@ -5,6 +5,7 @@
 import dataclasses
 import inspect
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -92,6 +93,7 @@ def test_warned(ranks, stage):
         assert sorted(result.warnings) == sorted((str(stage), says) for says in expected.values() if rank == 0)
 
 
+@pytest.mark.follows("profile without engine.compile()")
 def test_a_profile_without_compiling(ranks):
     """The profiler would count nothing without DeepCompile either, as the warning of it advises."""
     case = Case(
@@ -129,6 +131,7 @@ def profile_reductions():
         comm.comm.comms_logger.enabled = False
 
 
+@pytest.mark.follows("use torch.profiler for those")
 def test_a_profile_of_reductions(ranks):
     """The profiler that the warning advises would leave reductions out too, or training would be another with it."""
     results = ranks(2).run(profile_reductions)

@@ -48,6 +48,7 @@ def compile_in_the_middle(case):
     return CompiledInTheMiddle(raised, active, error)
 
 
+@pytest.mark.follows("call it before the first backward or after engine.step()")
 @vary("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
 @vary("stage", [1, 2])
 def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accumulated_in):
@@ -79,6 +80,7 @@ def made_without_an_optimizer():
         return said, bool(engine(batch(0, 0, 0, 4)) > 0)
 
 
+@pytest.mark.follows("give deepspeed.initialize() an optimizer")
 @pytest.mark.quick
 def test_an_engine_without_an_optimizer(ranks):
     """The engine of a reference model with the configuration of the trained one would be refused without a remedy."""
@@ -189,6 +191,13 @@ REFUSED_ENGINES = {
 }
 
 
+@pytest.mark.follows("cannot shard experts, which not all ranks have; leave it out")
+@pytest.mark.follows("makes process groups for them; set compile.deepcompile to false")
+@pytest.mark.follows(
+    "pipeline parallelism is not supported; set compile.deepcompile to false",
+    "set compile.passes to ['autotp']",
+    "set compile.passes to ['autosp'] and use stage 1",
+)
 def test_refused_engines(ranks):
     """Parameters that ranks share otherwise than in data parallelism would be averaged over the wrong ranks."""
     try:
@@ -214,6 +223,7 @@ def train_model_of_zero_init(enabled):
     return train_prepared(case, *started)
 
 
+@pytest.mark.follows("which is for stage 3; make the model without it")
 def test_a_model_of_zero_init(ranks):
     """Parameters of stage 3, which are empty between uses, would be stepped as what they are."""
     for said in ranks(2).run(train_model_of_zero_init, True):
@@ -241,6 +251,7 @@ def with_linear_of_zero_3(case, release, advised=False):
     return raised or train_prepared(case, *started)
 
 
+@pytest.mark.follows("or torch.nn.functional.linear to torch._C._nn.linear before this one compiles")
 def test_linear_that_zero_3_has_replaced(ranks):
     """A torch that compiles ZeRO-3's linear wrongly would train on wrong gradients."""
     case = Case(model=SMALL)

@@ -83,6 +83,7 @@ def check(answers, difference):
     assert "rank 1 could not make an engine, so no rank goes on" in answers[0] and difference in answers[0]
 
 
+@pytest.mark.follows("make the same {} on every rank")
 @vary("what", [*DIFFERENCES])
 def test_models_that_differ(ranks, what):
     """Gloo would end a rank without an error of Python, and NCCL take bytes of one tensor for another one's."""

@@ -210,6 +210,20 @@ REFUSED = {
 }
 
 
+@pytest.mark.follows(
+    "is no number of blocks; set it to one, which may be 0",
+    'compile.shard_frozen is shard_parameters now; set it to "frozen"',
+    "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
+    "that compile.shard_parameters shards stay whole; set that too",
+    "{} is not an option; {}: {}",
+    "use one of these names",
+    "{} is missing; set it",
+    "is not a part of the activations; set it to a number from 0 to 1",
+    "names no classes; name some, or set it to true or false",
+    "not with compile.passes={}; leave one of them out",
+    "{}{} does not fit; set it to {}{}",
+    "needs blocks that wait for their parameters; set compile.regional_compilation to true",
+)
 @pytest.mark.quick
 @vary("name", REFUSED)
 def test_a_section_that_is_refused_in_one_sentence(name):
@@ -228,6 +242,7 @@ def test_a_section_that_is_refused_in_one_sentence(name):
         assert CompileConfig(**{"deepcompile": True, **other}).model_dump(include=set(other)).keys() == other.keys()
 
 
+@pytest.mark.follows('is not a section; set it to one such as {"deepcompile": true}')
 @pytest.mark.quick
 @vary("section", [True, None, "on", []])
 def test_what_is_no_section(section):
@@ -238,6 +253,7 @@ def test_what_is_no_section(section):
     assert CompileConfig.of({"deepcompile": True}).deepcompile
 
 
+@pytest.mark.follows("where it has no effect; move it to compile")
 @pytest.mark.quick
 @vary("section", ["", "zero_optimization"])
 @vary("option", ["deepcompile", "shard_parameters"])
@@ -400,6 +416,13 @@ def made_as_advised(folder):
     return raised
 
 
+@pytest.mark.follows(
+    "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2",
+    "keeps no {}; leave one of them out",
+    "needs master weights in fp32; leave it out",
+    "there are some in {}; set bf16.enabled",
+    "this engine will have BF16_Optimizer; leave {} out",
+)
 def test_what_is_advised_at_the_beginning(ranks, tmp_path):
     """Who changes the configuration as a sentence says would be refused again, by what the optimizer shows."""
     (raised,) = ranks(1).run(made_as_advised, str(tmp_path))

@@ -158,6 +158,7 @@ def norm_and_warnings(training):
     return norm, about, [text for text in texts if "clipping" in text]
 
 
+@pytest.mark.follows("set gradient_clipping to 0")
 @vary("clipping, warned", [(1.0, True), (1000.0, False), (0.0, False)], expects="warned")
 def test_clipping_is_told_with_its_number(ranks, clipping, warned):
     """The number of the warning would be far from the norm that the engine reports, or would miss the convolution.
@@ -228,6 +229,14 @@ def as_advised():
 REFUSED = "ValueError: DeepCompile with ZeRO stage 1"
 
 
+@pytest.mark.follows(
+    "is not supported with Muon, whose updates are computed on the device; leave it out",
+    "which has whole matrices, at the wrong places; set it to false",
+    "by the scale; set torch_autocast.dtype to bfloat16",
+    "has use_muon, and its {} is not a matrix; set it to false",
+    "does not divide its shape {} into heads; set it to None",
+    "needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own",
+)
 def test_refused_with_muon(ranks):
     """Each of these would train wrongly, or raise in the first step, where nothing names what to change."""
     for said in ranks(1).run(refused):
@@ -250,6 +259,7 @@ def one_matrix(adamw=False):
     return raised(module, torch.optim.AdamW(module.parameters()) if adamw else None)
 
 
+@pytest.mark.follows("because partitions are smaller than matrices; use fewer ranks, or AdamW")
 @pytest.mark.slow
 def test_partitions_smaller_than_matrices_are_refused(ranks):
     for said in ranks(3).run(one_matrix):
@@ -288,6 +298,7 @@ def momentum_of_others(training, folder):
     return told, [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
 
 
+@pytest.mark.follows("because its checkpoint is of other partitions; load one of as many ranks")
 def test_momentum_of_other_partitions(ranks, tmp_path):
     """Updates would be made of another matrix's momentum, or the checkpoint that is advised would not help."""
     for told, errors in ranks(2).run(momentum_of_others, Training(stage=2), str(tmp_path)):

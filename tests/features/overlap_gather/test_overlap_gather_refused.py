@@ -19,6 +19,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.follows("name its blocks' classes in compile.regional_compilation, or leave this out")
 @pytest.mark.quick
 @vary("name", [*REFUSED])
 def test_refused(ranks, name):

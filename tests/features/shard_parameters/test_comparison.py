@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters.comparison import Comparison
+from deepspeed.compile.features.shard_parameters.comparison import MOST_UNITS, Comparison
 
 from support.training import device
 
@@ -21,7 +21,7 @@ CYCLES = 2 * 10**9
 def on_two_streams():
     """Gathers a unit for training on one stream, which is busy, and for an evaluation on another. Returns the first's
     numbers."""
-    comparison = Comparison(7, dist.group.WORLD, device())
+    comparison = Comparison(7, "a block", dist.group.WORLD, device())
     training, evaluating = torch.cuda.Stream(), torch.cuda.Stream()
     with torch.cuda.stream(training):
         comparison.start()
@@ -29,7 +29,7 @@ def on_two_streams():
         comparison.wait()
     numbers = comparison._numbers
     with torch.cuda.stream(evaluating):
-        comparison.start(evaluates=True)
+        comparison.start(comparison.at._replace(evaluates=True))
         comparison.wait()
     evaluating.synchronize()
     is_ahead = not training.query()
@@ -39,4 +39,4 @@ def on_two_streams():
 
 def test_a_comparison_that_comes_late(ranks):
     """The next gather of the unit would overwrite what a stream has yet to compare, and the device would assert."""
-    assert ranks(2).run(on_two_streams) == [(True, [14, 14])] * 2
+    assert ranks(2).run(on_two_streams) == [(True, [2 * (7 * MOST_UNITS + 7)] * 2)] * 2

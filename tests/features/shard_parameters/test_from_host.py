@@ -120,6 +120,7 @@ ALL_CASES = [
 ]
 
 
+@pytest.mark.follows("load the model on the host before deepspeed.initialize(), which cuts it there")
 @vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
 @vary("start", ["host", "meta", "little memory", "others on meta"])
 @vary("case", ALL_CASES)

@@ -235,6 +235,7 @@ def read_apart(how, shards):
     return said, told, seconds, works
 
 
+@pytest.mark.follows("by some ranks alone; do it on all ranks, or within")
 @vary("how", APART)
 @vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
 def test_not_all_ranks_read(ranks, how, shards):

@@ -1,63 +1,159 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``compile.shard_parameters`` asks the installed torch for, before it leans on what torch does not promise."""
+"""The installed torch does what ``compile.shard_parameters`` takes for granted, though torch does not promise it.
 
+Without that, training would read memory that was given back, or ranks would wait for ever.
+"""
+
+import weakref
 from unittest import mock
 
 import pytest
 import torch
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.distributed import distributed_c10d
+from torch.nn import Parameter
 
 from deepspeed.compile.features.shard_parameters import private_torch
-
-from support.ids import vary
+from deepspeed.compile.features.shard_parameters.private_torch import (
+    address_of,
+    apply_to_tensors,
+    assert_later,
+    become,
+    call_after_backward,
+    change_class,
+    in_backward,
+    saving_hooks,
+    takes_saving_hooks,
+    trace_again,
+    users_of,
+    version_of,
+    without_torch_function,
+)
 
 pytestmark = pytest.mark.quick
 
-_C = torch._C
-# What another torch would do: (object, name, what stands there, None for nothing; what is said to be needed).
-OTHERWISE = {
-    "class": (private_torch, "change_class", lambda tensor, kind: None, "given another class"),
-    "subclasses": (_C, "DisableTorchFunctionSubclass", None, "given another class"),
-    "version": (private_torch, "version_of", lambda tensor: 0, "count changes in place"),
-    "copies": (_C, "_swap_tensor_impl", lambda tensor, other: tensor.copy_(other), "on the meta device"),
-    "all moved": (torch.nn.Module, "_apply", lambda module, function: module.double(), "some of their tensors"),
-    "no count": (_C, "_storage_Use_Count", None, "say who has them"),
-    "one count": (_C, "_storage_Use_Count", lambda address: 2, "say who has them"),
-    "views go": (torch.UntypedStorage, "resize_", lambda storage, nbytes: None, "find memory again"),
-    "never in a backward": (_C, "_current_graph_task_id", lambda: -1, "backwards that say"),
-    "called at once": (private_torch, "call_after_backward", lambda function: function(), "backwards that say"),
-    "no hooks": (_C._autograd, "_top_saved_tensors_default_hooks", lambda traced: None, "hooks can be asked for"),
-    "always hooks": (_C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True, "hooks can be asked for"),
-    "no store": (torch.distributed.distributed_c10d, "_get_process_group_store", None, "that writes a key decides"),
-    "never wrong": (torch, "_assert_async", lambda condition, message: None, "assertions"),
-    "another restart": (private_torch, "trace_again", RuntimeError, "traces a frame again"),
-}
+
+def test_a_tensor_gets_another_class():
+    """Code would read a parameter at rest without anybody seeing it."""
+    calls = []
+
+    class Sees(Parameter):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            calls.append(function)
+            with without_torch_function():
+                return function(*args, **(kwargs or {}))
+
+    parameter = Parameter(torch.ones(2))
+    change_class(parameter, Sees)
+    torch.nn.functional.linear(torch.ones(2), parameter)
+    assert calls == [torch.nn.functional.linear]
+    change_class(parameter, Parameter)
+    assert torch.sum(parameter) == 2 and len(calls) == 1
 
 
-def test_the_installed_torch_is_taken():
-    """A check would ask for what torch need not do, or fail in a caller's context, and nobody could set the option."""
-    with torch.inference_mode(), torch.device("meta"):
-        assert [*private_torch.lacking()] == []
-    with torch.autograd.graph.disable_saved_tensors_hooks("on purpose"):
-        assert [*private_torch.lacking()] == []
+def test_a_tensor_counts_changes():
+    """A rank would not keep what a forward has changed in a parameter."""
+    tensor = torch.zeros(1)
+    detached, before = tensor.detach(), version_of(tensor)
+    tensor.add_(1)
+    torch.autograd.graph.increment_version(tensor)
+    assert version_of(tensor) == version_of(detached) == before + 2
 
 
-def test_checks_draw_no_random_numbers():
-    """Dropout and sampling would differ from those with whole parameters."""
-    before = torch.get_rng_state()
-    assert [*private_torch.lacking()] == [] and torch.equal(torch.get_rng_state(), before)
+def test_a_tensor_on_meta_becomes_another():
+    """An optimizer would have parameters that the model has not."""
+    tensor, other = Parameter(torch.empty(2, device="meta")), Parameter(torch.ones(2))
+    reference, place = weakref.ref(tensor), other.data_ptr()
+    become(tensor, other)
+    assert reference() is tensor and tensor.data_ptr() == place and tensor.tolist() == [1, 1]
 
 
-@vary("name", [*OTHERWISE])
-def test_another_torch_is_refused(name):
-    """Training would read memory that was given back, or wait for ever, in a torch that does something else."""
-    where, what, stands, needed = OTHERWISE[name]
-    with mock.patch.object(where, what, stands):
-        (said,) = private_torch.lacking()
-    assert needed in said and f"which torch {torch.__version__} does not do" in said
+def test_a_module_moves_some_of_its_tensors():
+    """A model that does not fit on a device would come there as a whole."""
+    module = torch.nn.LayerNorm(1)
+    weight, bias = module.weight, module.bias
+    apply_to_tensors(module, lambda tensor: tensor if tensor is weight else tensor.double())
+    assert module.weight is weight and module.bias is bias
+    assert (weight.dtype, bias.dtype) == (torch.float32, torch.float64)
 
 
-def test_each_check_can_say_no():
-    """A check would say yes of every torch."""
-    needed = {needed for *_, needed in OTHERWISE.values()}
-    assert {what for what, _ in private_torch._CHECKS if not any(each in what for each in needed)} == set()
+@pytest.mark.parametrize("takes", [torch.Tensor.numpy, torch.Tensor.detach], ids=["numpy", "view"])
+def test_a_storage_says_how_many_have_it(takes):
+    """Memory would be given back while somebody reads it, or never."""
+    tensor = torch.zeros(1)
+    storage = tensor.untyped_storage()
+    assert users_of(storage) == 1
+    taken = takes(tensor)
+    assert users_of(storage) == 2 or (users_of(storage) > 1 and takes is torch.Tensor.numpy)
+    del taken
+    assert users_of(storage) == 1
+
+
+def test_views_find_memory_again():
+    """Parameters are views of a buffer whose memory comes and goes."""
+    tensor = torch.zeros(4)
+    view, storage, other = tensor[2:], tensor.untyped_storage(), torch.zeros(4).untyped_storage()
+    address, nbytes = address_of(storage), storage.nbytes()
+    storage.resize_(0)
+    assert storage.nbytes() == 0 and view.shape == (2,)
+    storage.resize_(nbytes)
+    tensor.fill_(3)
+    assert address_of(view.untyped_storage()) == address != address_of(other)
+    assert view.tolist() == [3, 3]
+
+
+def test_a_backward_says_that_it_runs_and_calls_at_its_end():
+    """A unit would be given back before the backward has read it."""
+    events = []
+
+    def reached(_):
+        events.append(in_backward())
+        call_after_backward(lambda: events.append("ended"))
+
+    parameter = torch.ones((), requires_grad=True)
+    between = parameter * 2
+    parameter.register_hook(lambda _: events.append("last"))
+    between.register_hook(reached)
+    between.backward()
+    assert events == [True, "last", "ended"] and not in_backward()
+
+
+def test_hooks_of_saved_tensors_can_be_asked_for():
+    """A caller's hooks would not be called, or be registered where torch refuses them."""
+    hooks = (lambda tensor: tensor, lambda packed: packed)
+    with saved_tensors_hooks(*hooks):
+        assert saving_hooks() == hooks and takes_saving_hooks()
+    with disable_saved_tensors_hooks("on purpose"):
+        assert not takes_saving_hooks()
+
+
+def test_the_first_rank_that_writes_a_key_decides():
+    """Ranks would read a parameter that others do not read, and wait for these."""
+    store = torch.distributed.HashStore()
+    assert [store.compare_set("key", "", value) for value in ("first", "second")] == [b"first"] * 2
+    assert callable(distributed_c10d._get_process_group_store)
+
+
+def test_an_assertion_raises():
+    """Ranks that gather different blocks would go on."""
+    assert_later(torch.tensor(True), "right")
+    with pytest.raises(RuntimeError, match="wrong"):
+        assert_later(torch.tensor(False), "wrong")
+
+
+def test_dynamo_takes_an_error_as_a_reason_to_trace_again():
+    """A program would end with that error."""
+    error = trace_again("asked")
+    assert isinstance(error, torch._dynamo.exc.RestartAnalysis) and error.restart_reason == "asked"
+
+
+@pytest.mark.parametrize(
+    "version, warns", [("2.11.0", False), ("2.15.1+cpu", False), ("2.16.0.dev20270101", True), ("3.0.0", True)]
+)
+def test_a_newer_torch_is_warned_of(version, warns):
+    """A release that nobody has tried would be taken for one that was tested."""
+    with mock.patch.object(torch, "__version__", version):
+        said = [*private_torch.newer()]
+    assert said == [private_torch.NEWER.format("2.15", version)] * warns

@@ -13,8 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.shard_parameters import (
@@ -31,18 +29,12 @@ from deepspeed.compile.fixes.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
 from deepspeed.utils import logger
 
-from support.beside import warnings_logged
 from support.checkpoints import EXACT
-from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
 from support.frozen import (
     CHANGING,
     HIDING,
     MODELS,
-    WIDTH,
     AdaptedBlock,
-    Body,
-    Output,
-    TrainedHead,
     beside_whole,
     late,
     model_of,
@@ -108,14 +100,14 @@ def watched(engine):
             del each.start_gather
 
 
-def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **case):
+def train(model, config, steps=3, skips=False, evaluates=False, **case):
     module, engine = make(model, config, **case)
     rank, losses = dist.get_rank(), []
     with watched(engine) as counts:
         for step in range(steps):
             for micro_step in range(engine.gradient_accumulation_steps()):
-                loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
-                loss.backward() if direct else engine.backward(loss)
+                loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
+                engine.backward(loss)
                 engine.step()
                 losses.append(loss.detach())
             if evaluates:
@@ -178,36 +170,6 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
         assert result.at_rest >= 18
         assert result.most_gathered == 2
-
-
-@vary("model", slow_but(["plain"], ["plain", "non-reentrant", "breaking", "upper", "trained head"]))
-@vary("world, stage, accumulation, direct", [pytest.param(3, 2, 1, False, marks=SLOW), (2, 1, 2, True)])
-def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation, direct):
-    """A rank that skips a block must gather it all the same, or others would wait for its part."""
-    # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
-    case = {
-        "bucket": 10**6,
-        "stage": stage,
-        "accumulation": accumulation,
-        "skips": True,
-        "direct": direct,
-        "evaluates": world == 3 or model == "plain",
-        "steps": 2,
-    }
-    for result in ranks(world).run(compare, model, **case):
-        assert result.same and result.most_gathered == 2
-
-
-def skip_with_small_buckets(bucket):
-    return train("plain", SHARDED, bucket=bucket, stage=2, skips=True).most_gathered
-
-
-@SLOW
-def test_ranks_that_skip_other_blocks_with_full_buckets(capfd):
-    """Ranks that wait for each other raise when the process group's time is up; NCCL ends their processes."""
-    answers = in_processes_of_their_own(skip_with_small_buckets, 1)
-    for said in not_ended_by_nccl(answers, capfd).values():
-        assert "could not gather sharded parameters" in said or names_the_bucket(said)
 
 
 def gathers_of_a_step(model):
@@ -583,18 +545,6 @@ def given_other_memory(engine, module, folder):
     return [*losses, first, second.clone()]
 
 
-def written_later(engine, module, folder):
-    """A state dict that was taken within the context is written after it, again after a step, and dropped."""
-    with unsharded_parameters(engine):
-        state = module.state_dict()
-    state["body.blocks.1.up.weight"].fill_(0.5)
-    losses = trained_on(engine, module)
-    with torch.no_grad():
-        state["body.blocks.1.up.weight"].mul_(2)
-        module.load_state_dict({"body.blocks.2.up.weight": torch.zeros(24, 12)}, strict=False)
-    return [*losses, state["body.blocks.2.up.weight"]]
-
-
 def in_numpy(engine, module, folder):
     """Torch does not free memory of which a NumPy array was made."""
     with unsharded_parameters(engine):
@@ -634,7 +584,7 @@ WORKS = {
     for function in (
         *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
         *(whole_checkpoint, read_later, assigned_within, evaluated_between, loaded_after_an_error, trained_by_itself),
-        *(replaced_by_loading, calibrated, taken_at_rest, given_other_memory, written_later, in_numpy),
+        *(replaced_by_loading, calibrated, taken_at_rest, given_other_memory, in_numpy),
         *(in_inference_mode, with_hooks_of_saved_tensors),
     )
 }
@@ -730,6 +680,7 @@ def copies_made_at_rest():
     return half.dtype, half.shape, clone.dtype, said, advised is None and unchanged
 
 
+@pytest.mark.follows("so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`")
 def test_copies_made_at_rest(ranks):
     """A copy of another dtype would say that it is as the parameter, and writing a copy would write the parameter."""
     for half, shape, whole, said, unchanged in ranks(2).run(copies_made_at_rest):
@@ -753,40 +704,34 @@ def test_copies_after_the_end(ranks):
         assert "parameter body.blocks.1.up.weight is sharded" in said and "its engine was destroyed" in said
 
 
-def views_that_are_kept(more):
-    """Trains blocks that keep views; returns what is said, and how many units are whole at rest, also afterwards.
+def views_that_are_kept():
+    """Blocks keep views over steps. Returns whether these have their values, and how much memory units have at rest.
 
-    ``more``: how many uses torch counts of each storage beside those that it counts now.
+    A state dict that was taken at rest stands for the parameters, and does not keep memory when views are dropped.
     """
     module, engine = make("attribute", SHARDED)
-    units, sizes = feature.sharded_blocks(engine).units, []
-    count = torch._C._storage_Use_Count
-    with (
-        warnings_logged() as lines,
-        mock.patch.object(torch._C, "_storage_Use_Count", lambda storage: count(storage) + more),
-    ):
-        for keeps in (True, True, False):
-            trained_on(engine, module)
-            if not keeps:
-                for block in module.body.blocks:
-                    block.view = None
-                with torch.no_grad():
-                    engine(batch(0, 0, 0, 4))
-                for block in module.body.blocks:
-                    block.view = None
-                feature.sharded_blocks(engine).whole.free_lent()
-            sizes.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
+    blocks, units = module.body.blocks, feature.sharded_blocks(engine).units
+    with unsharded_parameters(engine):
+        wanted = [block.norm.weight[:3].clone() for block in blocks]
+    at_rest, storages = module.state_dict(), []
+    for _ in range(2):
+        for block in blocks:
+            block.register_forward_hook(lambda block, *_: setattr(block, "kept", block.norm.weight[:3]))
+        trained_on(engine, module)
+    are_right = same([block.kept for block in blocks], wanted)
+    for block in blocks:
+        storages.append(StorageWeakRef(block.kept.untyped_storage()))
+        block.view = block.kept = None
+    nbytes = sum(unit.memory.buffer.untyped_storage().nbytes() for unit in units)
     engine.destroy()
-    return lines, sizes
+    assert all(isinstance(at_rest[f"body.blocks.{number}.norm.weight"], Resharded) for number in range(len(blocks)))
+    return are_right, nbytes, [storage.expired() for storage in storages]
 
 
-@vary("more", [0, pytest.param(1, marks=SLOW)])
-def test_views_that_are_kept(ranks, more):
+def test_views_that_are_kept(ranks):
     """Memory of which someone has a view would be freed, or stay when no one has a view any more."""
-    for rank, (lines, whole) in enumerate(ranks(2).run(views_that_are_kept, more)):
-        assert whole == [4, 4, 0]
-        assert len(lines) == (rank == 0)
-        assert all("parameter body.blocks.0.norm.weight among them, stay whole" in line for line in lines)
+    for are_right, nbytes, gone in ranks(2).run(views_that_are_kept):
+        assert are_right and nbytes == 0 and all(gone)
 
 
 def compiled_in(mode):
@@ -837,24 +782,6 @@ def test_a_rank_holds_its_part(ranks, world):
     for whole, held in ranks(world).run(memory_at_rest):
         # Parameters begin at multiples of 64 bytes.
         assert held <= whole / world + 64 * 4 * 7
-
-
-def given_back_at_once():
-    """Returns how often, of 200 times, a rank takes a unit for lent that it gives back as soon as it was gathered."""
-    _, engine = make("plain", SHARDED)
-    gathered, lent = feature.sharded_blocks(engine).units[0], 0
-    for _ in range(200):
-        gathered.start_gather()
-        gathered.finish_gather()
-        gathered.reshard()
-        lent += gathered.memory.is_lent
-    engine.destroy()
-    return lent
-
-
-def test_a_gather_that_is_given_back_at_once(ranks):
-    """Gloo's thread, which keeps the memory for a moment, would be taken for someone who has a view of it."""
-    assert ranks(2).run(given_back_at_once) == [0, 0]
 
 
 def trained_from_the_host():
@@ -1049,153 +976,6 @@ def test_a_refusal_leaves_parameters_whole(ranks):
     for said, unchanged, lines, at_rest in ranks(2).run(refused_states):
         assert "8-bit optimizer states were loaded of the form" in said
         assert unchanged and lines == [] and at_rest == 24
-
-
-def call_a_block_of_its_own():
-    """Returns what a rank's call of one block says while the other rank calls another."""
-    module, engine = make("plain", SHARDED)
-    engine(batch(0, 0, dist.get_rank(), 4))
-    blocks = [each for each in module.modules() if isinstance(each, AdaptedBlock)]
-    hidden = torch.zeros(1, 4, WIDTH, device=device())
-    with torch.no_grad():
-        return outcome(blocks[dist.get_rank()], hidden)
-
-
-@SLOW
-def test_ranks_that_gather_different_blocks_say_so(ranks):
-    """Parts of two blocks would be put together, and training would go on with them.
-
-    On a GPU the same is an assertion on the device, which ends the process.
-    """
-    if device().type == "cuda":
-        pytest.skip("an assertion on the device ends the processes of other tests")
-    for said in ranks(2).run(call_a_block_of_its_own):
-        assert "gathered parameters of different blocks" in said
-
-
-def without_last(self, x, skip):
-    """Leaves out the blocks that a forward comes to last, of which it would begin to gather the first in any case."""
-    for block in self.blocks[:-2] if skip else self.blocks:
-        x = block(x)
-    return x
-
-
-def compare_without_last():
-    with mock.patch.dict(MODELS, {"without last": model_of(run=without_last)}):
-        return compare("without last", bucket=10**6, stage=2, skips=True, steps=2)
-
-
-def test_a_rank_that_skips_the_last_blocks(ranks):
-    """The other rank would wait for this rank's part, or take what comes next for it."""
-    for result in ranks(2).run(compare_without_last, timeout=60):
-        assert result.same and result.most_gathered == 2
-
-
-def without_blocks(self, x, skip):
-    return x if skip else Body.run(self, x, skip)
-
-
-def hidden(self, ids, skip=False):
-    return Output(Body.forward(self, ids, skip))
-
-
-HidingBody = type("Body", (Body,), {"run": without_blocks, "forward": hidden})
-
-
-class HiddenFromHead(TrainedHead):
-    """What the module around the blocks returns hides its tensors."""
-
-    of_body = HidingBody
-
-    def forward(self, ids, skip=False):
-        return F.cross_entropy(self.head(self.body(ids, skip).inner.hidden).flatten(0, 1), ids.flatten())
-
-
-class EmbeddingBefore(TrainedHead):
-    """The module around the blocks returns its input if no block runs. With ``trained``, this needs a gradient."""
-
-    of_body = type("Body", (Body,), {"run": without_blocks, "forward": without_blocks})
-
-    def __init__(self, trained=True):
-        super().__init__()
-        self.embedding, self.body.embedding = self.body.embedding, None
-        self.embedding.weight.requires_grad_(trained)
-
-    def forward(self, ids, skip=False):
-        return F.cross_entropy(self.head(self.body(self.embedding(ids), skip)).flatten(0, 1), ids.flatten())
-
-
-class FrozenBlocks(EmbeddingBefore):
-    def __init__(self):
-        super().__init__()
-        self.body.requires_grad_(False)
-
-
-class FrozenBehind(TrainedHead):
-    """A rank that skips the first blocks, the trained ones, runs frozen ones alone, of an input without gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.body.blocks[2:].requires_grad_(False)
-
-
-class HidesOneOfTwo(TrainedHead):
-    """Two modules call blocks. What one of them returns hides its tensors, and this one may run no block."""
-
-    def __init__(self, hides_first):
-        super().__init__()
-        self.embedding = self.body.embedding
-        other = HidingBody(2)
-        self.first, self.second = (other, self.body) if hides_first else (self.body, other)
-        self.body, self.first.embedding, self.second.embedding = None, nn.Identity(), nn.Identity()
-
-    def forward(self, ids, skip=False):
-        x = self.embedding(ids)
-        for body in (self.first, self.second):
-            x = body(x, skip).inner.hidden if isinstance(body, HidingBody) else body(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-WITHOUT_BLOCKS = {
-    "nothing before": type("Model", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": without_blocks})}),
-    "trained before": EmbeddingBefore,
-    "frozen before": functools.partial(EmbeddingBefore, trained=False),
-    "frozen blocks": FrozenBlocks,
-    "frozen behind": FrozenBehind,
-    "hidden": HiddenFromHead,
-    "first hidden": functools.partial(HidesOneOfTwo, True),
-    "second hidden": functools.partial(HidesOneOfTwo, False),
-}
-
-
-def train_without_blocks(model, all_skip):
-    """Trains a model of which ranks run no block in turn, or all ranks run none.
-
-    Returns whether parameters become as whole ones, and what is said.
-    """
-    lines, results = [], []
-    with (
-        mock.patch.dict(MODELS, WITHOUT_BLOCKS),
-        mock.patch.object(logger, "warning", lines.append),
-    ):
-        for config in (SHARDED, WHOLE):
-            module, engine = make(model, config, bucket=10**6, stage=2)
-            for step in range(3):
-                skips = all_skip or (step + dist.get_rank()) % 2 == 1
-                engine.backward(engine(batch(step, 0, dist.get_rank(), 4), skips))
-                engine.step()
-            with unsharded_parameters(engine):
-                results.append([each.detach().clone() for each in module.parameters()])
-                engine.destroy()
-    return same(*results), lines
-
-
-@vary("model, all_skip", [*((model, False) for model in WITHOUT_BLOCKS), ("hidden", True)])
-def test_a_rank_that_runs_no_block(ranks, model, all_skip):
-    """Other ranks would wait in the backward for a rank to which no backward comes."""
-    for rank, (is_same, lines) in enumerate(ranks(2).run(train_without_blocks, model, all_skip, timeout=60)):
-        assert is_same and len(lines) == ("hidden" in model)
-        assert all(f"rank {rank} ran no block that records a gradient in a call of " in line for line in lines)
 
 
 def test_a_forward_that_comes_back_to_earlier_blocks(ranks):

@@ -5,12 +5,13 @@
 import os
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, private_torch, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -210,14 +211,18 @@ def beside_overlapped_gathers(folder):
     return said, losses[1] < losses[0]
 
 
-def with_another_torch(folder):
-    """A torch that does not say who has a storage is refused, and trains without the option."""
-    with mock.patch.object(torch._C, "_storage_Use_Count", lambda address: 2):
-        said = [outcome(make, "all")]
-        module, engine = make(None)
-        losses = [trained_on(engine, module)[0] for _ in range(2)]
-    engine.destroy()
-    return said, losses[1] < losses[0]
+def with_a_newer_torch(folder):
+    """A torch that is newer than the tested ones is warned of, and trains as without the option."""
+    losses = []
+    with mock.patch.object(private_torch, "NEWEST", (2, 0)), warnings_logged() as lines:
+        for shards in ("frozen", None):
+            module, engine = make(shards)
+            losses.append([trained_on(engine, module)[0] for _ in range(2)])
+            with unsharded_parameters(engine):
+                engine.destroy()
+    # Rank 0 says it for all.
+    said = [line for line in lines if "does not promise" in line] if dist.get_rank() == 0 else [private_torch.NEWER]
+    return said, len(said) == 1 and all(map(torch.equal, *losses))
 
 
 def taken_as_torch_does(folder):
@@ -249,10 +254,24 @@ REMEDIES = {
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
-    with_another_torch: "install a release of torch that ds_report names as tested, or leave this out",
+    with_a_newer_torch: "; compare the first losses with those of a run without it",
 }
 
 
+@pytest.mark.follows(
+    "and cannot be trained; set requires_grad before the engine is made",
+    "and another rank was to save it; save it on rank 0 alone",
+    "was called within a forward or a backward; call it outside of them",
+    "change its values in place, or make another engine of the model",
+    "and its engine was destroyed; make another engine of the model, or destroy",
+    "run the backward before destroy(), or the forward again",
+    "and cannot be {} here; do it within `with unsharded_parameters(engine):`",
+    ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's",
+    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
+    "cannot move it to the host; name other states in include=[...]",
+    "and compile.shard_parameters='all' a part of them; leave one of them out",
+    "compare the first losses with those of a run without it",
+)
 @vary("remedy", [function.__name__ for function in REMEDIES])
 def test_what_messages_advise(ranks, tmp_path, remedy):
     """Who does as a message says would meet the next error, or train a model without its values."""

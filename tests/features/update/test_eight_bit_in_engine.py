@@ -468,6 +468,7 @@ def says_in_a_step(run):
     return said, moved
 
 
+@pytest.mark.follows("works with a gradient scaler; undo that")
 def test_a_step_that_others_have_changed_is_refused(ranks):
     """A hook that a user gave to step() would silently not run."""
     for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
@@ -546,6 +547,11 @@ def as_advised():
     return found
 
 
+@pytest.mark.follows(
+    "has no form for the third state of amsgrad=true; set amsgrad to false",
+    "set torch_autocast.dtype to bfloat16, or leave {} out",
+    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out",
+)
 def test_refused_states(ranks):
     """Each of these would train with states in fp32, or raise in the first step."""
     sentences = {
@@ -594,6 +600,7 @@ def train_beside_adamw(make, states):
     return [text for text in texts if "keeps states in fp32" in text], is_in_8_bits, error, moved
 
 
+@pytest.mark.follows("leave it so, or use Adam or AdamW of torch")
 def test_partitions_that_no_block_size_divides(ranks):
     """Who wanted states in 8 bits would have none after doing as the warning says, or train wrongly."""
     pytest.importorskip("torchao", reason="needs torchao")

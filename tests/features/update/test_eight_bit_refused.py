@@ -18,6 +18,10 @@ REFUSED = {
 }
 
 
+@pytest.mark.follows(
+    "{} {}, or leave compile.optimizer_states out",
+    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these",
+)
 @pytest.mark.quick
 @vary("name", [*REFUSED])
 def test_refused(ranks, name):

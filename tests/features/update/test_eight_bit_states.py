@@ -385,6 +385,10 @@ def test_other_entries_of_a_state_are_no_states_in_8_bits():
     assert not any(map(is_blockwise, (3, "codes", {}, {"step": 1})))
 
 
+@pytest.mark.follows(
+    "load them with the edition, the number of ranks and the settings with which they were saved",
+    "load them with the number of ranks and the settings with which they were saved",
+)
 @vary("by_caller", [False, True])
 def test_states_that_are_saved_and_loaded(by_caller):
     """A load by torch would change the bits, also of states that the caller has got from the inner optimizer."""

@@ -756,6 +756,7 @@ def save_in_other_places(run, folder):
     return right
 
 
+@pytest.mark.follows("call engine.reload_states() to {}")
 def test_saved_and_loaded_in_other_places(ranks, tmp_path):
     """What is saved while parameters are on the host, and the parts of a checkpoint, go ways of their own."""
     for right in ranks(2).run(save_in_other_places, run_of(accumulation=1), str(tmp_path)):
@@ -873,6 +874,7 @@ def scale_rows(run, kind):
     return said, right
 
 
+@pytest.mark.follows("set its max_norm to None, or leave compile.{} out")
 @vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
 def test_embeddings_with_a_max_norm(ranks, kind):
     """Rows that other ranks than their owner scale would stay as they were, so training would depend on the ranks."""
@@ -939,6 +941,7 @@ def test_refused_with_muon(ranks):
 WITHOUT_TRITON = 'raise ImportError("No module named triton")'
 
 
+@pytest.mark.follows("needs Triton on a GPU; install triton")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="where there is no GPU, nothing needs Triton")
 def test_a_gpu_without_triton(ranks, tmp_path):
@@ -1003,6 +1006,10 @@ def says_in_a_step(run):
     return said, moved
 
 
+@pytest.mark.follows(
+    "cannot be differentiated; set the optimizer's differentiable to false",
+    "which has hooks or was replaced; undo that, or leave {} out",
+)
 def test_a_step_that_others_have_changed_is_refused(ranks):
     """The optimizer's own step() would step NaN."""
     for (at_set_up, differentiable, in_a_step), moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):

@@ -18,6 +18,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.follows("{} {}, or leave {} out")
 @pytest.mark.quick
 @vary("name", [*REFUSED])
 def test_refused(ranks, name):

@@ -238,6 +238,7 @@ def made_with_muon():
     return outcome(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
 
 
+@pytest.mark.follows("which have process groups of their own; use AdamW")
 def test_muon_is_refused(ranks):
     """Muon would look for matrices in the partitions of all ranks."""
     try:

@@ -103,6 +103,7 @@ def warned_of_a_cache(**asked):
     return [warning for warning in warnings if ADVICE in warning]
 
 
+@pytest.mark.follows("Pass use_cache=False, because a layer finds the cache filled")
 @pytest.mark.slow
 def test_a_cache_for_which_layers_are_compiled_again(ranks):
     """The warning would not say what to do, or what it says to do would not help."""
@@ -127,6 +128,7 @@ class Pretrained(torch.nn.Module):
         return use_cache
 
 
+@pytest.mark.follows("call them with use_cache=True to have a cache")
 @pytest.mark.quick
 def test_which_forwards_keep_no_cache(monkeypatch):
     """A forward that evaluates, goes on from a cache or was asked for one would have none, or a destroyed engine's."""

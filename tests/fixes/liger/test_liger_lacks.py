@@ -27,6 +27,7 @@ def train_beside_another_liger():
     return texts, pair.end()
 
 
+@pytest.mark.follows("compare losses with Liger turned off")
 def test_a_liger_that_has_other_functions(ranks):
     """Nobody would be told that kernels may go wrong, or a loop with Liger off, as is advised, be no measure."""
     ((texts, outcome),) = ranks(1).run(train_beside_another_liger)

@@ -45,6 +45,7 @@ def without_memory_to_pin(pins):
     return Unpinned(str(raised.value), str(raised.value.__cause__))
 
 
+@pytest.mark.follows(", or set offload_optimizer.pin_memory to false")
 def test_no_memory_to_pin(ranks):
     """Torch's error of pinned memory names the GPU's, and no option that helps."""
     for unpinned in ranks(1).run(without_memory_to_pin, pin):

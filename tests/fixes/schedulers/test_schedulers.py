@@ -213,6 +213,7 @@ def test_a_scheduler_of_an_unknown_class_is_warned_of(kind, is_given):
     assert all(f"the scheduler {kind.__name__} may give a group the rate of another" in text for text in warnings)
 
 
+@pytest.mark.follows("leave empty groups out of the optimizer")
 @pytest.mark.quick
 def test_nothing_is_said_where_empty_groups_are_left_out():
     """The advice to leave empty groups out would not end the warning, nor keep the scheduler right."""

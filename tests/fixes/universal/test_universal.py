@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 
+import pytest
 from core.test_checkpoints_converted import load_universal, save_for_other_ranks
 
 from support.checkpoints import Run, start
@@ -22,6 +23,7 @@ def said_of_another_number_of_ranks(run, folder):
         engine.destroy()
 
 
+@pytest.mark.follows("set checkpoint.load_universal to true,")
 def test_the_error_says_what_to_run(ranks, tmp_path):
     """DeepSpeed would say what is not supported, and its command would ask for a flag that no page names."""
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)

@@ -448,6 +448,13 @@ def run(capsys, *arguments):
     return capsys.readouterr().out
 
 
+@pytest.mark.follows(
+    "name a function without arguments, and leave its weights",
+    "has no function {}; name one that returns a model",
+    "name a module of this folder or of PYTHONPATH",
+    "`pip install transformers`, or name a function that makes a model",
+    "and no torch.nn.Module; name a function that returns a model",
+)
 def test_the_command_prints_modes(capsys, this_module):
     """The table would lack modes, their order, or the lines to write."""
     printed = run(capsys, "--model", f"{this_module}:small", "--gpus", 2, "--sequence", TOKENS, "--memory", 8)
@@ -465,6 +472,7 @@ def test_the_command_prints_modes(capsys, this_module):
 BASE = {"zero_optimization": {"stage": 2}, "compile": {"deepcompile": True}, "bf16": {"enabled": True}}
 
 
+@pytest.mark.follows("--checkpoint goes with --config")
 def test_a_configuration_of_checkpointed_layers(capsys, this_module, tmp_path):
     """Who gives --config with --checkpoint, as is asked for, would get the memory of layers without checkpoints."""
     arguments = ("--model", f"{this_module}:small", "--gpus", "2", "--sequence", str(TOKENS))
@@ -480,6 +488,7 @@ def test_a_configuration_of_checkpointed_layers(capsys, this_module, tmp_path):
     assert forwards[1] < forwards[0]
 
 
+@pytest.mark.follows("has no sections; name a file as DeepSpeed reads it")
 def test_json_has_bytes(capsys, this_module, tmp_path):
     """A program that reads the figures would get rounded ones, or not those of its own configuration."""
     config = tmp_path / "ds_config.json"
@@ -495,6 +504,7 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     assert first["at_rest"] - estimate.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
 
 
+@pytest.mark.follows("change that, or leave the configuration out")
 @pytest.mark.quick
 @vary(
     "varied, sentence",
@@ -533,6 +543,7 @@ def test_what_a_configuration_completes():
     assert (question.micro_batch, question.accumulation, question.dtype) == (2, 128, torch.bfloat16)
 
 
+@pytest.mark.follows("is not above 0; use the real number", "is not from 1 to {}; use the real number")
 @pytest.mark.quick
 @vary("name, value", [("gpus", 0), ("memory", -5), ("sequence", 0)])
 def test_numbers_that_no_gpu_has(name, value):
@@ -601,6 +612,7 @@ class OfImages(nn.Module):
         return self.block(pixel_values.flatten(1)).square().mean()
 
 
+@pytest.mark.follows("whose size its configuration has; name no sequence")
 def test_images_have_no_tokens():
     """A sequence that a model of images does not read would be dropped in silence, and be printed."""
     with pytest.raises(sources.Unusable, match="OfImages takes images, .* name no sequence"):
@@ -649,6 +661,10 @@ TINY = {
 }
 
 
+@pytest.mark.follows(
+    "there is no file {}; name a config.json",
+    "reads no configuration of {} ({}); name a config.json",
+)
 @pytest.mark.slow
 @vary("lora", [None, 4])
 def test_a_model_of_transformers(capsys, tmp_path, lora):
@@ -717,6 +733,7 @@ def with_positions():
     return model
 
 
+@pytest.mark.follows("{} has {} positions; ask for a sequence of at most so many")
 def test_adapters_and_positions_as_a_gpt_has_them():
     """A GPT of transformers would have no adapters, and be asked about more tokens than it has positions."""
     answer = fits(with_positions, modes=[PLAIN], gpus=2, lora=4)
@@ -749,6 +766,10 @@ class Features(nn.Module):
         return self.layers(input_features).square().mean()
 
 
+@pytest.mark.follows(
+    "no parameter of the model is trained; set requires_grad of some",
+    "call fits(..., batch=...) with a function that makes it",
+)
 def test_a_model_that_is_asked_about_otherwise():
     """Who trains no parameter, or features, would be told to do what is refused in turn."""
     with pytest.raises(ValueError, match="no parameter of the model is trained; set requires_grad of some"):

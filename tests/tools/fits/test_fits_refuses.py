@@ -49,6 +49,7 @@ def folder(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.follows("name a configuration whose parts suit each other")
 @vary(
     "changed, said",
     [
@@ -125,6 +126,7 @@ def test_a_forward_that_cannot_be_called(make, said):
     assert any(said in note for note in answer.notes)
 
 
+@pytest.mark.follows("the model returns no tensor, but {}; return its loss")
 def test_what_the_forward_lacks_is_mended():
     """The advice would not help."""
     taught = fits(
@@ -142,6 +144,7 @@ def test_more_than_can_be_counted(name, value):
         Question(**{name: value})
 
 
+@pytest.mark.follows("cannot be written: {}; name a file in a folder that there is")
 def test_a_place_that_cannot_be_written(capsys, tmp_path):
     """All would be estimated first, for minutes, and then lost in a traceback."""
     arguments = "--model", "no_such_module:make", "--json"

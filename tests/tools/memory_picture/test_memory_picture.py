@@ -310,6 +310,7 @@ def test_training_that_ends_before_the_step(ranks, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.follows("set {}.step to an earlier one")
 def test_several_engines_record_one_after_the_other(ranks, tmp_path):
     """Two profilers at once raise, and the second engine would write over the first one's files."""
     case = dataclasses.replace(CASE, accumulation=1, model="FillsPartition")
@@ -352,6 +353,7 @@ def refusals(folder):
     return said
 
 
+@pytest.mark.follows("and this engine has stage {}; leave {} out", "{}.folder: {}; name another folder")
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
     """A training would find out at its step that it cannot write, hours later."""
     (tmp_path / "file").touch()
@@ -428,6 +430,11 @@ def record_without(case, folder, library, how):
     return [line for line in lines if "compile.memory_picture" in line]
 
 
+@pytest.mark.follows(
+    "{} cannot be imported; {}",
+    "{} cannot be imported, so its picture was not drawn; {}",
+    "its data will be written; `{}`, now or before `python -m {} FILE.json` draws them later",
+)
 @pytest.mark.parametrize("library", DRAWERS)
 @pytest.mark.parametrize("how", ["missing", "broken"])
 def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, capsys, library, how):
@@ -465,6 +472,7 @@ def made_up(**more) -> data.StepMemory:
     return data.StepMemory(**fields)
 
 
+@pytest.mark.follows("holds no step's memory; give a file", "give one or two files, not {}", "is no JSON; give a file")
 def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, capsys):
     """A page that fetches its script shows nothing on a machine without a network."""
     files = [str(folder / f"step3-rank{rank}.json") for rank in range(2)]
@@ -502,6 +510,7 @@ def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content
     assert sentence in said and str(file) in said and "Traceback" not in said
 
 
+@pytest.mark.follows("draw it with the DeepSpeed that wrote it", "record the step again")
 @pytest.mark.quick
 def test_what_is_advised_of_files_that_cannot_be_read(monkeypatch, tmp_path):
     """Who recorded the step anew, or drew it with the DeepSpeed that wrote it, would be refused in turn."""
@@ -519,6 +528,7 @@ def test_what_is_advised_of_files_that_cannot_be_read(monkeypatch, tmp_path):
     assert data.read(file).held == step.held
 
 
+@pytest.mark.follows("cannot be written: {}; name another place with --out")
 def test_the_command_says_where_it_cannot_write(folder, tmp_path, recorded, capsys):
     """A traceback would stand for the name of the option that helps."""
     (tmp_path / "file").touch()
@@ -529,6 +539,7 @@ def test_the_command_says_where_it_cannot_write(folder, tmp_path, recorded, caps
     assert main([file, "--out", str(tmp_path / "picture")]) == 0
 
 
+@pytest.mark.follows("deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now")
 @pytest.mark.quick
 def test_the_former_name():
     """The error would name a module that is not there."""

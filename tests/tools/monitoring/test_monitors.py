@@ -87,6 +87,7 @@ def of_ours(found):
     return {name: values for name, values in found.items() if re.search("gradients|memory", name)}
 
 
+@pytest.mark.follows("has no effect without steps_per_print; set steps_per_print")
 def test_monitors_get_counters_and_peaks(ranks, tmp_path):
     """A counter that is written in another step than it was counted in would be another step's."""
     pytest.importorskip("tensorboard", reason=TENSORBOARD_MISSING)
@@ -131,6 +132,7 @@ def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
     assert "CPU Virtual Memory" in first.without and "Gradients" not in first.without
 
 
+@pytest.mark.follows("has no effect without a monitor; enable tensorboard")
 def test_warned_without_a_monitor(ranks, tmp_path):
     """Memory would not be written, and nobody would say why."""
     config = {"compile": {"monitor_memory": True}}

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they do next, and those that differ end in a sentence."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
 import torch
 
@@ -16,44 +16,70 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PURPOSE = "gather sharded parameters"
+# More than an engine has, of units and of places at which it compares.
+MOST_UNITS = 2**16
+# An assertion on a GPU takes no message of 255 bytes.
 DIFFERENT = (
-    "ranks gathered parameters of different blocks, or one evaluated or began a backward alone: with "
-    "compile.shard_parameters all ranks run the same forwards and backwards; for one rank alone, all ranks enter "
-    "unsharded_parameters(engine)"
+    "ranks gathered parameters of different blocks, this one at {}: with compile.shard_parameters all ranks call the "
+    "same blocks (if need be on zeros, and multiply the output by 0), or use unsharded_parameters(engine)"
 )
+LONGEST_NAME = 40
+
+
+class At(NamedTuple):
+    """Where a rank is that gathers."""
+
+    number: int  # of the block, or of another place: the same on all ranks
+    name: str
+    evaluates: bool = False  # in a forward without gradients, which gathers as one in training does
+
+    def different(self) -> str:
+        """Returns what a rank says here if others are elsewhere."""
+        return DIFFERENT.format(self.name[-LONGEST_NAME:])
+
+
+# Where a rank compares that gathers nothing. Units have later numbers.
+NO_BLOCK, BEGINNING, END = At(0, "no block"), At(1, "the beginning of a backward"), At(2, "the end of a backward")
+FIRST_OF_UNITS = 3
 
 
 class Comparison:
     """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
 
     Args:
-        number: of what all ranks do next.
+        number: of what all ranks do next. It begins with the engine's, and is unique below ``MOST_UNITS``.
+        name: of that.
         process_group, device: as for :class:`Unit`.
 
     Attributes:
         number: as above.
+        at: where this rank is unless :meth:`start` says otherwise.
     """
 
-    def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
-        self.number, self._group = number, process_group
-        # Of what records gradients, and of what does not. The host sends nothing to a GPU for each comparison.
-        self._of_kinds = [torch.tensor([2 * number + kind], device=device) for kind in (False, True)]
+    def __init__(self, number: int, name: str, process_group: "ProcessGroup", device: torch.device):
+        self.number, self._group, self._device = number, process_group, device
+        self._at = self.at = At(number % MOST_UNITS, name)
+        # The host sends nothing to a GPU for each comparison.
+        self._made: Dict[At, torch.Tensor] = {}
         self._world = dist.get_world_size(process_group)
         # Of the comparison that was started last: this rank's number, those of all ranks, and the collective.
-        self._number = self._of_kinds[False]
+        self._number: Any = None
         self._numbers: Any = None
         self._work: Any = None
 
-    def start(self, evaluates: bool = False) -> None:
+    def start(self, at: Optional[At] = None) -> None:
         """Starts to send this rank's number, unless that was started and nobody has waited for it.
 
         Args:
-            evaluates: whether this is for a forward without gradients. Its units are those of a forward in training,
-                in the same order, so another rank that trains would come to know of it only in the backward.
+            at: the block that was reached, if this is for the next one.
         """
         if self._work is not None:
             return
-        self._number = self._of_kinds[evaluates]
+        self._at = at or self.at
+        if self._at not in self._made:
+            number = 2 * (MOST_UNITS * self.number + self._at.number) + self._at.evaluates
+            self._made[self._at] = torch.tensor([number], device=self._device)
+        self._number = self._made[self._at]
         # Other memory each time: another stream may still compare what an earlier collective brought.
         self._numbers = self._number.new_empty(self._world)
         self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
@@ -84,6 +110,6 @@ class Comparison:
         same = (self._numbers == self._number).all()
         if same.is_cpu and not same:
             # Every later wait raises too.
-            raise torch.distributed.DistBackendError(DIFFERENT)
+            raise torch.distributed.DistBackendError(self._at.different())
         self._work = None
-        assert_later(same, DIFFERENT)
+        assert_later(same, self._at.different())

@@ -20,7 +20,7 @@ from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks
 from .generation import synchronize_generation
 from .keep import STEPS_BEFORE
-from .private_torch import lacking
+from .private_torch import newer
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -91,13 +91,16 @@ class ShardParameters(Feature):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        if cls.is_wanted(request):
-            yield from lacking()
         if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
             yield (
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
             )
+
+    @classmethod
+    def warnings(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from newer()
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
@@ -141,8 +144,6 @@ class ShardParameters(Feature):
                 "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
                 "that differentiates; leave it out, or call the engine outside of these"
             )
-        if training and torch.is_grad_enabled():
-            self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

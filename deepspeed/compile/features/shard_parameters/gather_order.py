@@ -2,27 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which the units of blocks are gathered (``compile.shard_parameters``).
 
-A call of a module that calls blocks is a pass. A pass gathers the units of its blocks, and of large trained layers
-beside them, in the order of the model, and the backward through the pass gathers them in the reverse order, each once,
-on every rank: a rank that skips a block gathers its unit too, because other ranks need this rank's part, and reshards
-it at once. So ranks may skip different blocks. The backward leaves out the frozen blocks into which no gradient flows.
-A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens if a pass
-comes back to an earlier block, if the model registers a layer in another place than it calls it, or if checkpointing
-spans several blocks. All ranks must then do the same. The unit that somebody has just reached stays whatever is
-gathered next.
+A call of a module that calls blocks is a pass. A pass gathers the unit of a block that is called, or of a large
+trained layer beside blocks, and begins to gather the next one in the order of the model. The backward through the pass
+does so in the reverse order, and leaves out the frozen blocks into which no gradient flows. All ranks call the same
+blocks, and may leave out the same ones: with each gather ranks compare which block they have reached
+(``comparison.py``), and at the end of a pass which one they have reached last. A unit that was resharded and is needed
+again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, if the
+model registers a layer in another place than it calls it, or if checkpointing spans several blocks. The unit that
+somebody has just reached stays whatever is gathered next.
 """
 
-import itertools
 from typing import Any, Container, Iterator, List, Optional, Set
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .comparison import NO_BLOCK
 from .private_torch import in_backward
 from .unit import Unit
 from .whole_units import WholeUnits
-
-_numbers = itertools.count()
 
 
 class GatherOrder:
@@ -37,7 +35,7 @@ class GatherOrder:
         forward: None, or the pass through which this backward goes.
 
     Attributes:
-        number: a later pass has a larger one.
+        at: the block that was reached last, which ranks compare.
     """
 
     def __init__(
@@ -48,17 +46,16 @@ class GatherOrder:
         is_of_block: bool = False,
         forward: Optional["GatherOrder"] = None,
     ):
-        self.units, self.is_of_block, self.number = units, is_of_block, next(_numbers)
+        self.units, self.is_of_block = units, is_of_block
         self._whole = whole
         self._forward = forward
         self._needed_from = needed_from
-        self._has_block_run = self._is_seen = False
-        # A backward takes this from its forward, because a rank that skips blocks gathers them behind the backward.
-        self._evaluates: bool = forward._evaluates if forward else not (torch.is_grad_enabled() or in_backward())
+        self._evaluates = not (torch.is_grad_enabled() or in_backward())
+        self.at = NO_BLOCK._replace(evaluates=self._evaluates)
         self._place = {unit: place for place, unit in enumerate(units)}
         # The units that stay until their backward.
         self._kept: Set[Unit] = set()
-        # How many units this pass has begun to gather.
+        # The place behind the last unit that this pass has begun to gather.
         self._begun = 0
 
     def __contains__(self, unit: Unit) -> bool:
@@ -81,69 +78,28 @@ class GatherOrder:
         of_blocks = [unit for unit in self.units if unit not in outside]
         self._kept = set(of_blocks[max(len(of_blocks) - most, 0) :])
 
-    def note_inputs(self, inputs: Any) -> None:
-        """Called with the inputs of each block in a forward.
-
-        Ranks that skip different blocks must gather the same units in the backward. A gradient that flows on into
-        what is before the blocks does so through the first block that a rank runs, whichever that is.
-        """
-        if not self._has_block_run:
-            self._has_block_run = True
-            if any(tensor.requires_grad for tensor in tensors_in(inputs)):
-                self._needed_from = 0
-
-    def note_gradient(self, unit: Optional[Unit]) -> None:
-        """Called if a gradient flows through a block that reads this unit for it, or through the whole pass (None)."""
-        self._is_seen = True
-        if unit is not None:
-            self._needed_from = min(self._needed_from, self._place[unit])
-        elif not self._has_block_run:
-            self._needed_from = 0
-
-    def note_output(self, from_inputs: bool) -> None:
-        """Called if a backward comes to this pass, or is taken to, in which this rank has run no block.
-
-        The backward flows on as on other ranks.
-
-        ``from_inputs``: whether an input of the pass needs a gradient.
-        """
-        self._is_seen = True
-        if from_inputs:
-            self._needed_from = 0
-
-    @property
-    def is_unseen(self) -> bool:
-        """Whether no backward comes to this pass on this rank, where one may come on ranks that run other blocks.
-
-        A rank that runs frozen blocks alone, of an input without gradient, records nothing.
-        """
-        may_differ = not self._has_block_run or self._needed_from < len(self.units)
-        return bool(self.units) and may_differ and not self._is_seen
+    def note_gradient(self, unit: Unit) -> None:
+        """Called if autograd saves a tensor of this unit, so that a gradient flows through what reads the unit."""
+        self._needed_from = min(self._needed_from, self._place[unit])
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""
         place = self._place[unit]
-        while self._begun <= place:
-            self._begin_next()
-        # Starts it once more if it was resharded. What is kept is so since it began, in the same order on all ranks,
-        # which may come back to a block or not.
-        self._whole.begin(unit, evaluates=self._evaluates)
+        self.at = unit.comparison.at._replace(evaluates=self._evaluates)
+        # Starts it once more if it was resharded.
+        self._whole.begin(unit, unit in self._kept, self.at)
+        self._begun = max(self._begun, place + 1)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             # The caller is about to read this unit, which may have begun before all others: the next one takes the
             # place of another one.
             with self._whole.in_use(unit):
-                self._begin_next()
-
-    def _begin_next(self):
-        unit = self.units[self._begun]
-        self._whole.begin(unit, unit in self._kept, self._evaluates)
-        self._begun += 1
+                following = self.units[self._begun]
+                self._whole.begin(following, following in self._kept, self.at)
+                self._begun += 1
 
     def end(self) -> None:
-        """Gathers the units that this rank did not need, for the other ranks, and releases all units."""
-        while self._begun < len(self.units):
-            self._begin_next()
+        """Releases all units."""
         for unit in self.units:
             self._whole.release(unit)
 

@@ -17,7 +17,7 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Callable, Container, Dict, Iterable, Iterator, List, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Set, Tuple
 
 import torch
 from torch.nn import Embedding, Module, Parameter
@@ -26,6 +26,7 @@ from ...fixes.subclasses.tensors import plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
+from .gather_order import GatherOrder
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -161,11 +162,11 @@ class OutsideUnits:
             if not torch.is_grad_enabled():
                 self.release()
 
-    def begin_last(self, order: Container[Unit]) -> None:
-        """Called when the last unit of a pass has its parameters. ``order``: has the units of the pass."""
+    def begin_last(self, order: GatherOrder) -> None:
+        """Called when the last unit of a pass has its parameters."""
         for unit in self._units:
             if unit in self._last:
-                self._whole.begin(unit)
+                self._whole.begin(unit, at=order.at)
             elif unit not in order:
                 # Blocks that are kept have not taken its place.
                 self._whole.release(unit)

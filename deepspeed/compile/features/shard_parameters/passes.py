@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map
-
-from deepspeed.utils import logger
+from torch.utils._pytree import tree_leaves
 
 from ...zero_1_and_2.collectives import collective
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refusal
-from .comparison import PURPOSE, Comparison
+from .comparison import BEGINNING, END, PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
 from .private_torch import call_after_backward, in_backward, trace_again
 from .saved_tensors import saving_handles
@@ -25,12 +23,6 @@ from .whole_units import WholeUnits
 if TYPE_CHECKING:
     from .outside import OutsideUnits
 
-HIDDEN = (
-    "rank {} ran no block that records a gradient in a call of {} whose output hides its tensors from torch; where "
-    "other ranks ran such blocks in that call, they wait in its backward until this rank's backward ends, or to the "
-    "time-out if it has none: return tensors, or lists and dicts of tensors, or run a block on every rank"
-)
-
 
 class Passes:
     """Gathers units around calls of blocks, and where a backward reads them.
@@ -38,7 +30,7 @@ class Passes:
     Args:
         units: id of a block -> its unit.
         all_units: these, and those of large parameters outside of blocks.
-        beginning: what ranks compare when a backward of the engine begins, or None.
+        moments: what ranks compare when a pass ends, and when a backward of the engine begins or ends.
 
     Attributes:
         whole: which units are whole.
@@ -48,18 +40,15 @@ class Passes:
 
     around: "OutsideUnits"
 
-    def __init__(self, units: Dict[int, Unit], all_units: List[Unit], beginning: Optional[Comparison]):
-        self._unit_of, self._beginning = units, beginning
+    def __init__(self, units: Dict[int, Unit], all_units: List[Unit], moments: Comparison):
+        self._unit_of, self._moments = units, moments
         self.whole = WholeUnits(all_units, self._must_stay)
         self.under_way: List[GatherOrder] = []
-        # Passes of the last forward in which this rank recorded no gradient, and to which it sees no backward come.
-        self._skipped: List[GatherOrder] = []
         # Whether ranks have compared that a backward of the engine begins.
         self._has_begun = False
         # The order of the backward that is under way.
         self._backward: Optional[GatherOrder] = None
         self._read_last: Optional[Unit] = None
-        self._has_warned_of_hidden = False
 
     def _must_stay(self, gathered, unit):
         """Whether a unit outside of blocks must stay while another one is gathered."""
@@ -93,16 +82,7 @@ class Passes:
         return functools.partial(self._call_caller, order, call)
 
     def _call_caller(self, order, call, caller, /, *args, **kwargs):
-        current = GatherOrder(self.whole, *order)
-        output = self._call(current, None, functools.partial(call, caller), args, kwargs)
-        if current.is_unseen and torch.is_grad_enabled() and not (in_backward() or self.whole.are_fixed):
-            current.note_output(_any_requires_grad(args, kwargs))
-            self._skipped.append(current)
-            if not self._has_warned_of_hidden:
-                self._has_warned_of_hidden = True
-                # The other ranks have no reason to say it.
-                logger.warning(HIDDEN.format(torch.distributed.get_rank(), type(caller).__name__))
-        return output
+        return self._call(GatherOrder(self.whole, *order), None, functools.partial(call, caller), args, kwargs)
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
@@ -139,17 +119,18 @@ class Passes:
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
-        self.whole.warn_of_lent()
         if torch.is_grad_enabled() and not in_backward():
             schedule.keep(self.whole.most_kept, self.around)
         self.under_way.append(schedule)
         try:
             output = self._within(schedule, unit, call, args, kwargs)
+            if unit is None and schedule.units:
+                # A rank that has left out the last blocks would go on, and others would wait for it.
+                self._compare(schedule.at)
         except torch.distributed.DistBackendError:
             self.under_way.remove(schedule)
             raise
         except BaseException:
-            # Other ranks may be waiting for this rank's part.
             self._leave(schedule)
             raise
         self._leave(schedule)
@@ -163,13 +144,20 @@ class Passes:
         if not self.under_way and not (schedule.is_of_block and in_backward()):
             self.around.gather_last()
 
+    def _compare(self, at):
+        """Ranks compare where they are, unless units are fixed and a rank may run alone."""
+        if not self.whole.are_fixed:
+            with collective(PURPOSE):
+                self._moments.start(at)
+            self._moments.wait()
+
     def _within(self, current, unit, call, args, kwargs):
-        schedule = current.forward
         if unit is None:
             with saving_handles():
                 output = call(*args, **kwargs)
-            return self._call_when_reached(schedule, args, kwargs, output) if torch.is_grad_enabled() else output
-        schedule.note_inputs((args, kwargs))
+            if torch.is_grad_enabled():
+                self._call_when_reached(current, args, kwargs, output)
+            return output
         with self.whole.in_use(unit):
             self._reach(current, unit)
             unit.is_used = True
@@ -180,29 +168,12 @@ class Passes:
                 return call(*args, **kwargs)
 
     def _call_when_reached(self, schedule, args, kwargs, output):
-        """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks.
-
-        Returns the output.
-        """
+        """Has a backward gather in the order of this pass from its beginning, before it reads what was saved."""
         # An input that is handed on is an output of another module, which is reached through it.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and id(tensor) not in inputs:
-                schedule.note_gradient(None)
                 tensor.register_hook(lambda _: self._backward_reaches(schedule))
-        if not schedule.is_unseen:
-            return output
-
-        def needing_gradient(value):
-            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
-                return value
-            made = value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-            made.register_hook(lambda _: self._backward_reaches(schedule))
-            schedule.note_output(_any_requires_grad(args, kwargs))
-            return made
-
-        # The outputs of ranks that have run blocks need gradients. So must this one's, or no backward comes here.
-        return tree_map(needing_gradient, output)
 
     def pass_that_saves(self, unit: Unit) -> Optional[GatherOrder]:
         """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs, if there is one."""
@@ -233,17 +204,14 @@ class Passes:
         self._read_last = unit
 
     def begin_backward(self) -> None:
-        """Called when a backward of the engine begins. Ranks that shard trained parameters compare that all begin one.
+        """Called when a backward of the engine begins. Ranks compare that all begin one.
 
         Otherwise a rank that runs a backward and one that runs a forward might wait for each other until the time-out:
         a rank on a CPU waits for gradients, in another process group, before it gathers.
         """
-        if self._beginning is None or self._has_begun or self.whole.are_fixed:
-            return
-        self._has_begun = True
-        with collective(PURPOSE):
-            self._beginning.start()
-        self._beginning.wait()
+        if not self._has_begun:
+            self._has_begun = True
+            self._compare(BEGINNING)
 
     def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
@@ -252,7 +220,6 @@ class Passes:
         if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
-            self.join_skipped(schedule)
             self._backward = schedule.reversed()
             call_after_backward(lambda: self.end_backward(schedule))
 
@@ -279,21 +246,20 @@ class Passes:
         """Called when a backward of the engine has run on this rank."""
         # On other ranks alone, the loss may have needed the engine.
         self.begin_backward()
-        # Other ranks may wait for this rank's part of a block that this rank has skipped.
         self.end_backward()
-        self.join_skipped()
         self.release_kept()
         self._has_begun = False
+        # Other ranks may wait for this rank's part of blocks that this backward has not come to.
+        self._compare(END)
 
     def end_backward(self, schedule: Optional[GatherOrder] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``schedule``: only if it goes through this pass."""
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
-            self.whole.free_lent()
 
     def _end_raised(self):
-        """Ends the last backward of the engine if it raised, so that this rank has gathered what other ranks have."""
+        """Ends the last backward of the engine if it raised."""
         if (self._backward is not None or self._has_begun) and not in_backward():
             self.end_backward()
             self.release_kept()
@@ -304,23 +270,6 @@ class Passes:
         self.whole.release_kept()
         self.around.release()
 
-    def forget_skipped(self) -> None:
-        """Called when a forward begins to which a backward may come."""
-        self._skipped.clear()
-        self._end_raised()
-
-    def join_skipped(self, earlier: Optional[GatherOrder] = None) -> None:
-        """Gathers what other ranks gather in a backward through passes to which this rank sees none come.
-
-        Such a pass has returned tensors that nobody finds, so nothing says whether a backward comes to it on other
-        ranks. They ran blocks there, and what blocks compute is taken to be used.
-
-        Args:
-            earlier: the pass to which the backward comes now, so that it is through later ones; None: it is over.
-        """
-        while self._skipped and (earlier is None or self._skipped[-1].number > earlier.number):
-            self._skipped.pop().reversed().end()
-
     def _units_without_gradient(self, caller, called):
         """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
         inside = {id(parameter) for block in called for parameter in block.parameters()}
@@ -330,7 +279,3 @@ class Passes:
             lambda block: not any(parameter.requires_grad for parameter in block.parameters()), called
         )
         return sum(id(block) in self._unit_of for block in frozen)
-
-
-def _any_requires_grad(args, kwargs):
-    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))

@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
+from deepspeed.utils import logger
 
 from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
@@ -17,7 +18,7 @@ from ...zero_1_and_2.messages import log_notice
 from ..blocks.parameters import by_block
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
-from .comparison import Comparison
+from .comparison import FIRST_OF_UNITS, MOST_UNITS, Comparison
 from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# More than an engine has.
-MOST_UNITS = 2**32
+
+OUTLIVED = (
+    "rank {} keeps a view of parameter {}, or of one that compile.shard_parameters gathers with it, over a step, such "
+    "as an entry of a state dict: it has values from before; clone() what you keep, or take it anew"
+)
 
 
 class ShardedBlocks:
@@ -82,36 +86,37 @@ class ShardedBlocks:
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
         self._joint_reads = JointReads(process_group)
+        self._has_warned_of_views = False
         # Engines share the process group.
         first_number = identity * MOST_UNITS
         names = {parameter: name for name, parameter in module.named_parameters()}
+        names_of_modules = {part: name for name, part in module.named_modules()}
 
-        def make_unit(number, trained, frozen=()):
+        def make_unit(number, name, trained, frozen=()):
             def named(parameters):
                 return {names.get(each, "a parameter"): each for each in parameters}
 
             memory = UnitMemory(named(frozen), named(trained), make_trained, rank, world, device)
-            return Unit(memory, process_group, device, first_number + number)
+            return Unit(memory, process_group, device, first_number + FIRST_OF_UNITS + number, name)
 
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
         for block, frozen, its_trained in of_block:
             if frozen or its_trained:
-                self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
+                name = f"block {names_of_modules.get(block, type(block).__name__)}"
+                self._unit_of[id(block)] = make_unit(len(self._unit_of), name, its_trained, frozen)
         self.units = list(self._unit_of.values())
-        beginning = None
-        if self.partitions is not None:
-            beginning = Comparison(first_number + MOST_UNITS - 1, process_group, device)
-        self.passes = Passes(self._unit_of, self.units, beginning)
+        moments = Comparison(first_number, "", process_group, device)
+        self.passes = Passes(self._unit_of, self.units, moments)
         self.whole = self.passes.whole
         large = {}
         if self.partitions is not None:
             for parameter in large_outside(outside, module, blocks):
-                large[parameter] = make_unit(len(self.units), [parameter])
+                large[parameter] = make_unit(len(self.units), f"parameter {names.get(parameter)}", [parameter])
                 self.units.append(large[parameter])
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
-                self.outside = make_unit(len(self.units), outside)
+                self.outside = make_unit(len(self.units), "parameters outside of blocks", outside)
         self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
         for unit in self.units:
             unit.owner = self
@@ -188,8 +193,13 @@ class ShardedBlocks:
         return True
 
     def after_step(self) -> None:
-        """Called on all ranks after each step."""
+        """Called on all ranks after each step. Warns, once, if views of parameters were kept over it."""
         self._joint_reads.after_step()
+        outlived = [unit.memory.name for unit in self.units if unit.memory.outlived_step()]
+        if outlived and not self._has_warned_of_views:
+            self._has_warned_of_views = True
+            # Other ranks may keep none, or own what they keep views of.
+            logger.warning(OUTLIVED.format(dist.get_rank(), outlived[0]))
 
     def _units_of(self, parameters):
         ids = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}

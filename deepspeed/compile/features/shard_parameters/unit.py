@@ -5,7 +5,6 @@
 ``unit_memory.py`` says where they lie. What autograd has saved of them are handles (``saved_tensors.py``).
 """
 
-import time
 import weakref
 from typing import TYPE_CHECKING, Any, List, Optional
 
@@ -17,14 +16,11 @@ from deepspeed.accelerator import get_accelerator
 from ...zero_1_and_2.collectives import collective
 from ..overlap_gather.gather import grouped
 from .at_rest import ended, keep_owner, mark_resharded, unmark
-from .comparison import PURPOSE, Comparison
+from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-# For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
-LONGEST_HELD = 1.0  # seconds
 
 
 class Unit:
@@ -36,6 +32,7 @@ class Unit:
             different ranks, and a process group matches messages by their order alone.
         device: on which the unit is gathered.
         number: of the unit, the same on all ranks and no other unit's, also of other engines.
+        name: of the unit, for errors.
 
     Attributes:
         memory: as above.
@@ -43,11 +40,13 @@ class Unit:
         is_used: whether code that may change the parameters has run since the unit was gathered.
     """
 
-    def __init__(self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int):
+    def __init__(
+        self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int, name: str
+    ):
         self.memory, self._group, self._device = memory, process_group, device
         for place in memory.places():
             place.unit = weakref.ref(self)
-        self.comparison = Comparison(number, process_group, device)
+        self.comparison = Comparison(number, name, process_group, device)
         self._target: Any = None  # of a gather
         self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for
         self._readers: List[Any] = []  # streams that have waited for the gather
@@ -87,11 +86,11 @@ class Unit:
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
-    def start_gather(self, evaluates: bool = False) -> None:
+    def start_gather(self, at: Optional[At] = None) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
 
         Args:
-            evaluates: whether it is for a forward without gradients, which ranks compare.
+            at: the block that was reached, which ranks compare, if this unit is the next one.
 
         Raises:
             DistBackendError: if the collective failed.
@@ -99,7 +98,7 @@ class Unit:
         if self.is_gathered or self._works is not None:
             return
         self._target = self.memory.allocate_target()
-        self._send(evaluates)
+        self._send(at)
 
     def compare(self) -> None:
         """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
@@ -107,11 +106,11 @@ class Unit:
             with collective(PURPOSE):
                 self.comparison.start()
 
-    def _send(self, evaluates=False, sends_frozen=True):
+    def _send(self, at=None, sends_frozen=True):
         memory, works = self.memory, []
         # First, because parts of different units may differ in size.
         with collective(PURPOSE):
-            self.comparison.start(evaluates)
+            self.comparison.start(at)
         self.comparison.wait_on_cpu()
         with collective(PURPOSE):
             if memory.frozen_bytes and sends_frozen:
@@ -142,8 +141,7 @@ class Unit:
         self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
-        # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
-        self._wait(until_free=False)
+        self._wait()
         self.memory.note_versions(of_frozen=False)
 
     def finish_gather(self) -> None:
@@ -172,12 +170,8 @@ class Unit:
             self._readers.append(stream)
         self.memory.note_reader(stream)
 
-    def _wait(self, until_free=True):
-        """Waits for a gather that was started.
-
-        ``until_free``: whether also, on a CPU, until gloo's thread has let go of the unit's memory, so that whoever
-        has a view of it then is a caller.
-        """
+    def _wait(self):
+        """Waits for a gather that was started."""
         if self._works is None:
             return
         self.comparison.wait()
@@ -190,14 +184,7 @@ class Unit:
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
-        is_by_thread = until_free and self._target is self.memory.buffer and self._target.is_cpu
         self._works = self._target = None
-        if is_by_thread:
-            # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
-            # would take the thread for someone who has a view.
-            until = time.monotonic() + LONGEST_HELD
-            while self.memory.others_have_views() and time.monotonic() < until:
-                time.sleep(0.0001)
 
     def reshard(self) -> None:
         """Frees the memory of the unit. What this stream was told to compute with it is computed before.
@@ -215,11 +202,6 @@ class Unit:
             self.mark()
         self.is_gathered = self.is_used = False
         self.memory.free()
-
-    def free_lent(self) -> None:
-        """Frees the memory of a unit at rest, unless others still have views of it."""
-        if not self.is_gathered and self._works is None:
-            self.memory.free()
 
     def mark(self) -> None:
         """Has the parameters raise when they are read."""

@@ -20,23 +20,19 @@ more than ``WholeUnits.most_kept`` are kept. All ranks begin the same units in t
 import collections
 import contextlib
 import time
-from typing import Callable, Dict, Iterable, Iterator, List, Set
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Set
 
 import torch
 
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import warn
+from .comparison import At
 from .private_torch import in_backward
 from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
 MOST_GATHERED = 2
-LENT = (
-    "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
-    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
-    "sharded by compile.shard_parameters"
-)
 STAYS_WHOLE = (
     "compiled code reads a parameter outside of its block's call, where nothing could gather it before, so what is "
     "gathered together, parameter {} among it, stays whole on every rank"
@@ -66,9 +62,6 @@ class WholeUnits:
         self._is_kept: Dict[Unit, bool] = {}
         # How many forwards of a unit's block are under way.
         self._uses: collections.Counter = collections.Counter()
-        # Units at rest that still have memory, because others have views of it, and whether the caller was told.
-        self._lent: List[Unit] = []
-        self._has_warned = False
         # Units that are never at rest again.
         self._whole_for_good: Set[Unit] = set()
         # How many reasons there are for which units stay as they are.
@@ -78,10 +71,10 @@ class WholeUnits:
     def are_fixed(self) -> bool:
         return self._fixed > 0
 
-    def begin(self, unit: Unit, is_kept: bool = False, evaluates: bool = False) -> None:
+    def begin(self, unit: Unit, is_kept: bool = False, at: Optional[At] = None) -> None:
         """Begins to gather a unit, unless it is whole or on its way. Reshards others for it.
 
-        ``is_kept``: whether the unit stays until its backward. ``evaluates``: as for ``Unit.start_gather()``.
+        ``is_kept``: whether the unit stays until its backward. ``at``: as for ``Unit.start_gather()``.
         """
         if self.are_fixed:
             return
@@ -98,10 +91,9 @@ class WholeUnits:
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
                 self.release(other)
-            self.free_lent()
             self._is_kept[unit] = False
             try:
-                unit.start_gather(evaluates)
+                unit.start_gather(at)
             except BaseException:
                 # A later forward shall raise this error again, and not wait for what never comes.
                 del self._is_kept[unit]
@@ -116,7 +108,7 @@ class WholeUnits:
     def release(self, unit: Unit) -> None:
         """Called when a pass needs a unit no longer. Reshards it if it is replaceable."""
         if self._is_kept.get(unit):
-            # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
+            # The ranks may have left out the block. They then have the unit, and send it anew after a step.
             unit.finish_gather()
         elif unit in self._is_kept and not self._uses[unit] and not self.are_fixed:
             self._reshard(unit)
@@ -124,8 +116,6 @@ class WholeUnits:
     def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
-        if unit.memory.is_lent and unit not in self._lent:
-            self._lent.append(unit)
 
     def release_kept(self) -> None:
         """Called when a backward has run: releases what was kept for the backward, and was not read there."""
@@ -165,21 +155,6 @@ class WholeUnits:
                 unit.is_used = True
             yield
 
-    # Memory that others have ---------------------------------------------------------------------------------------
-
-    def free_lent(self) -> None:
-        """Frees memory that others have had until now."""
-        for unit in self._lent:
-            unit.free_lent()
-        self._lent = [unit for unit in self._lent if unit.memory.is_lent]
-
-    def warn_of_lent(self) -> None:
-        """Tells the caller, once, if others have memory that could be freed."""
-        self.free_lent()
-        if self._lent and not self._has_warned:
-            self._has_warned = True
-            warn(LENT.format(self._lent[0].memory.name))
-
     # All units -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -201,7 +176,6 @@ class WholeUnits:
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
         self._gather_all()
-        self._lent.clear()
         self.leave_as_they_are()
 
     def leave_as_they_are(self) -> None:
