@@ -183,7 +183,7 @@ REFUSED_ENGINES = {
         "parameters are marked as those of experts, and no layer of DeepSpeed's makes process groups for them; set "
         "compile.deepcompile to false",
     ),
-    "shard_parameters": (
+    "compile.shard_parameters": (
         "experts",
         "compile.shard_parameters cannot shard experts, which not all ranks have; leave it out",
     ),

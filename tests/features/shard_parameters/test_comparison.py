@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters.comparison import MOST_UNITS, Comparison
+from deepspeed.compile.features.shard_parameters.comparison import UNIT_ID_STRIDE, Comparison
 
 from support.training import device
 
@@ -39,4 +39,4 @@ def on_two_streams():
 
 def test_a_comparison_that_comes_late(ranks):
     """The next gather of the unit would overwrite what a stream has yet to compare, and the device would assert."""
-    assert ranks(2).run(on_two_streams) == [(True, [2 * (7 * MOST_UNITS + 7)] * 2)] * 2
+    assert ranks(2).run(on_two_streams) == [(True, [2 * (7 * UNIT_ID_STRIDE + 7)] * 2)] * 2

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PURPOSE = "gather sharded parameters"
 # More than an engine has, of units and of places at which it compares.
-MOST_UNITS = 2**16
+UNIT_ID_STRIDE = 2**16
 # An assertion on a GPU takes no message of 255 bytes.
 DIFFERENT = (
     "ranks gathered parameters of different blocks, this one at {}: with compile.shard_parameters all ranks call the "
@@ -47,7 +47,7 @@ class Comparison:
     """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
 
     Args:
-        number: of what all ranks do next. It begins with the engine's, and is unique below ``MOST_UNITS``.
+        number: of what all ranks do next. It begins with the engine's, and is unique below ``UNIT_ID_STRIDE``.
         name: of that.
         process_group, device: as for :class:`Unit`.
 
@@ -58,7 +58,7 @@ class Comparison:
 
     def __init__(self, number: int, name: str, process_group: "ProcessGroup", device: torch.device):
         self.number, self._group, self._device = number, process_group, device
-        self._at = self.at = At(number % MOST_UNITS, name)
+        self._at = self.at = At(number % UNIT_ID_STRIDE, name)
         # The host sends nothing to a GPU for each comparison.
         self._made: Dict[At, torch.Tensor] = {}
         self._world = dist.get_world_size(process_group)
@@ -77,7 +77,7 @@ class Comparison:
             return
         self._at = at or self.at
         if self._at not in self._made:
-            number = 2 * (MOST_UNITS * self.number + self._at.number) + self._at.evaluates
+            number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
             self._made[self._at] = torch.tensor([number], device=self._device)
         self._number = self._made[self._at]
         # Other memory each time: another stream may still compare what an earlier collective brought.

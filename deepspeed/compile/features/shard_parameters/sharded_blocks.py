@@ -18,7 +18,7 @@ from ...zero_1_and_2.messages import log_notice
 from ..blocks.parameters import by_block
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
-from .comparison import FIRST_OF_UNITS, MOST_UNITS, Comparison
+from .comparison import FIRST_OF_UNITS, UNIT_ID_STRIDE, Comparison
 from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
@@ -88,7 +88,7 @@ class ShardedBlocks:
         self._joint_reads = JointReads(process_group)
         self._has_warned_of_views = False
         # Engines share the process group.
-        first_number = identity * MOST_UNITS
+        first_number = identity * UNIT_ID_STRIDE
         names = {parameter: name for name, parameter in module.named_parameters()}
         names_of_modules = {part: name for name, part in module.named_modules()}
 
