@@ -644,9 +644,9 @@ private:
     at::Tensor deliver(size_t index, const at::Tensor& gradient);
     /// Called where the accumulation node has run and has left no gradient: a hook may have dropped it.
     void on_nothing_accumulated(size_t index);
+    // The functions below need mutex_ held by the caller.
     /// Whether gradients of the parameter that come now have turns.
     bool takes_turns(const ParameterRecord& record) const;
-    // The functions below need mutex_ held by the caller.
     /// Keeps a graph's gradient until autograd runs the accumulation node.
     KeptForAutograd& keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Returns how many graphs of the running task contribute to the parameter; 0 if the accumulation node also gets a
@@ -666,10 +666,9 @@ private:
     /// Counts a contribution whose gradient autograd has, or a hook has dropped. Its turn sends zeros for it.
     void count_without_gradient(ParameterRecord& record);
     /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum, unless
-    /// autograd has it (undefined). Sends the turns that hold up too many, unless a turn has some of its contributions.
+    /// autograd has it (undefined). If more than one gradient and more than a bucket wait then, sends the turns that hold
+    /// them up, unless a turn has some of its contributions.
     void keep_early(ParameterRecord& record, int64_t awaited, const at::Tensor& gradient, bool donated);
-    /// Whether more than a bucket, and the largest gradient besides, waits for turns.
-    bool has_too_many_early() const;
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);
@@ -706,7 +705,8 @@ private:
     Agreement agreement_;
     BucketQueue buckets_;
     SendOrder order_;
-    int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
+    int64_t early_count_ = 0;  ///< parameters whose gradients are early
+    int64_t early_numel_ = 0;  ///< their elements
     /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
     std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
     int from_graphs_of_ = -1;  ///< autograd's number of that task
