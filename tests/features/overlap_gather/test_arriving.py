@@ -296,7 +296,7 @@ COMPILED = {
 @pytest.mark.parametrize("how", COMPILED)
 def test_code_that_a_caller_compiles(how, backend, of):
     """Dynamo reads the class of parameters in guards: it would compile such code anew in each step, or past the wait.
-    With ``fullgraph`` it would raise. With torch 2.11, guards would leave out the class of what a module holds."""
+    With ``fullgraph`` it would raise. Before torch 2.13, guards would leave out the class of what a module holds."""
     torch._dynamo.reset()
     delayed, called = Delayed(3.0, count=3), COMPILED[how]
     held = delayed.parameters

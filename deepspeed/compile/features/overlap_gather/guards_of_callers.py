@@ -3,7 +3,7 @@
 """Guards of code that a caller compiles and that reads parameters on their way. Guards run each time before the code.
 
 They wait, because compiled code reads memory past the class of parameters: Dynamo asks that class for ``cat([p])``,
-and not for ``cat((p,))``. They also read that class, which torch 2.11 leaves out for parameters that a module holds.
+and not for ``cat((p,))``. They also read that class, which torch before 2.13 leaves out for parameters of modules.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import weakref
 from typing import Iterator, Protocol
 
 import torch
+from torch.torch_version import TorchVersion
 
 _OPTION = "skip_tensor_guards_with_matching_dict_tags"
 
@@ -28,7 +29,7 @@ class _Gate:
     def __init__(self):
         self.awaited: "weakref.WeakSet[Awaited]" = weakref.WeakSet()
         # How many gathers need all guards, and the option before the first one of these.
-        self.users, self.option_before = 0, None
+        self.users, self.option_before = 0, True
 
     @property
     def passed(self) -> bool:
@@ -55,18 +56,23 @@ def wait_in_guards() -> None:
         install_guard(AttrSource(AttrSource(here, "gate"), "passed").make_guard(GuardBuilder.CONSTANT_MATCH))
 
 
+def _are_left_out(dynamo):
+    """Whether guards leave out the class of a parameter as long as its module holds the same object."""
+    return TorchVersion(torch.__version__) < "2.13" or dynamo.use_recursive_dict_tags_for_guards
+
+
 @contextlib.contextmanager
 def all_guards() -> Iterator[None]:
     """Within it, guards of code that is compiled read the class of parameters."""
     dynamo = torch._dynamo.config
     if gate.users == 0:
-        gate.option_before = getattr(dynamo, _OPTION, None)
+        gate.option_before = getattr(dynamo, _OPTION)
     gate.users += 1
-    if gate.option_before is not None:
+    if _are_left_out(dynamo):
         setattr(dynamo, _OPTION, False)
     try:
         yield
     finally:
         gate.users -= 1
-        if gate.users == 0 and gate.option_before is not None:
+        if gate.users == 0:
             setattr(dynamo, _OPTION, gate.option_before)
