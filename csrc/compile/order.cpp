@@ -10,8 +10,8 @@
 
 #include <algorithm>
 
-// The order in which all ranks send gradients, whether all have sent the same, and what a rank does if its own gradients
-// come in another order.
+// The order in which all ranks send gradients, whether all have sent the same, and what a rank does if its own
+// gradients come in another order.
 
 namespace deepcompile {
 
@@ -267,8 +267,9 @@ void Reducer::keep_early(ParameterRecord& record, int64_t awaited, const at::Ten
         early_numel_ += record.parameter.numel();
     }
     // The missing gradient may never come, and reentrant checkpointing hides that. So send its turn as zeros; the
-    // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. One gradient
-    // may be larger than a bucket. Which gradient came last does not matter, because a hook of one rank changes that.
+    // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. One
+    // gradient may be larger than a bucket. Which gradient came last does not matter, because a hook of one rank
+    // changes that.
     while (early_count_ > 1 && early_numel_ > options_.bucket_numel && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
@@ -337,10 +338,10 @@ std::vector<int64_t> Reducer::exchange_orders()
 {
     const auto& group = largest(groups_);
     const auto count = static_cast<int64_t>(records_.size());
-    // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions; then
-    // for each parameter the negated number of steps in which this rank has not seen it; then for each parameter whether
-    // this rank has unsent gradients of it. The ranks take the maximum of each number, so all ranks but the first leave
-    // the turns at -1.
+    // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions;
+    // then for each parameter the negated number of steps in which this rank has not seen it; then for each parameter
+    // whether this rank has unsent gradients of it. The ranks take the maximum of each number, so all ranks but the
+    // first leave the turns at -1.
     std::vector<int64_t> own(6 * count, -1);
     if (group.rank() == 0) {
         auto* place = own.data();
