@@ -180,7 +180,9 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
             }
             // NCCL can divide by the number of ranks, and nothing else; other backends only add up. Scaling before the
             // sum keeps the sum within fp16's range.
-            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor); }
+            if (!average && group.divisor != 1) {
+                segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor);
+            }
             messages.insert(messages.end(), of_segment.begin(), of_segment.end());
         }
         if (messages.empty()) { continue; }
