@@ -144,8 +144,8 @@ def train_in_three_ways(split, heads_of_keys, **case):
     "world, heads_of_keys, case",
     [
         # One head of keys for two ranks, each of which gets a copy.
-        (2, 1, {"stage": 1}),
-        (2, 2, {"stage": 2, "options": SHARDED}),
+        pytest.param(2, 1, {"stage": 1}, marks=SLOW),
+        pytest.param(2, 2, {"stage": 2, "options": SHARDED}, marks=SLOW),
         pytest.param(2, 2, {"stage": 1, "backend": "inductor"}, marks=SLOW),
         pytest.param(4, 2, {"stage": 1}, marks=SLOW),
         pytest.param(4, 2, {"stage": 2}, marks=SLOW),
@@ -163,6 +163,7 @@ def pending(**config):
     return train(2, 2, deepcompile=True, **config)[2]["peak_pending"]
 
 
+@SLOW
 def test_format_of_gradients_of_sequences(ranks):
     """Gradients would be sent in another format than DeepSpeed's with sequences on several ranks."""
     both = [ranks(2).run(pending, seq_parallel_communication_data_type=dtype) for dtype in ("fp32", "fp16")]
@@ -220,6 +221,7 @@ def trainer_off_and_on(folder, options):
 @SLOW
 @vary("options", [{}, SHARDED])
 def test_trainer_splits_sequences(ranks, tmp_path, options):
+    """A trainer makes the mpu and the loader itself, which an engine that compiles itself might not take."""
     pytest.importorskip("accelerate", reason="pip install -r requirements/front_doors.txt")
     for losses, losses_off, apart in ranks(2).run(trainer_off_and_on, str(tmp_path), options):
         assert losses == pytest.approx(losses_off, abs=1e-4) and losses[-1] < losses[0]
