@@ -20,9 +20,9 @@
 #include <typeinfo>
 #include <utility>
 
-// The reducer's connection to autograd: accumulation nodes, which take gradients of uncompiled code and gradients that a
-// hook or the caller wants to see; the gradients that a running task wants or cannot compute; and the sums that lie in
-// `parameter.grad` between backwards.
+// The reducer's connection to autograd: accumulation nodes, which take gradients of uncompiled code and gradients that
+// a hook or the caller wants to see; the gradients that a running task wants or cannot compute; and the sums that lie
+// in `parameter.grad` between backwards.
 
 namespace deepcompile {
 
@@ -121,9 +121,9 @@ void Reducer::watch_accumulation(ParameterRecord& record)
     if (!record.parameter.requires_grad()) { return; }
     auto node = torch::autograd::impl::grad_accumulator(record.parameter);
     if (node == record.accumulation_node) { return; }
-    // The hook stays for ever: a graph may keep the node for longer than the reducer lives, and one of autograd's threads
-    // may iterate over the node's hooks when the reducer is closed. The hook holds the reducer weakly and does nothing
-    // without it.
+    // The hook stays for ever: a graph may keep the node for longer than the reducer lives, and one of autograd's
+    // threads may iterate over the node's hooks when the reducer is closed. The hook holds the reducer weakly and does
+    // nothing without it.
     node->add_post_hook(std::make_unique<Accumulated>(
         [reducer = weak_from_this(), index = static_cast<size_t>(record.index)](const variable_list& inputs) {
             if (const auto alive = reducer.lock()) { alive->on_accumulated(index, inputs); }
@@ -161,8 +161,8 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         parameter = records_[index].parameter;
         // A user may have registered the parameter's first hook after its graph ran.
         undelivered = take_for_autograd(records_[index]);
-        // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
-        // this engine's backward runs, only the caller can have moved the parameter.
+        // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But
+        // while this engine's backward runs, only the caller can have moved the parameter.
         moved = storage_location_of(parameter) != records_[index].storage_location;
         is_delivered = std::exchange(records_[index].is_delivered, false) && !undelivered.defined();
     }
@@ -175,9 +175,9 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         return;
     }
     at::Tensor gradient = std::exchange(grad, {});
-    // Autograd may have put into `parameter.grad` a view of memory that another gradient still uses. For this hook, autograd
-    // has also kept the node's input. If nothing else refers to the input, the input is a second name of the gradient's
-    // memory and counts as one more reference to the storage.
+    // Autograd may have put into `parameter.grad` a view of memory that another gradient still uses. For this hook,
+    // autograd has also kept the node's input. If nothing else refers to the input, the input is a second name of the
+    // gradient's memory and counts as one more reference to the storage.
     const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
                                inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
     // A user's hook that ran earlier may hold the gradient, and one that runs later, at the same node, will read the
@@ -321,9 +321,9 @@ std::optional<std::string> Reducer::abandon_unfinished(bool may_enclose)
 {
     Dropped dropped;
     std::unique_lock lock(mutex_);
-    // A backward whose graph has ended cannot enclose another. On CPU, a backward that raised is abandoned by now, so one
-    // that is still running encloses. On a GPU, a thread of autograd's may still hold the graph task of a backward that
-    // raised, so the backward encloses only if this thread runs in its task.
+    // A backward whose graph has ended cannot enclose another. On CPU, a backward that raised is abandoned by now, so
+    // one that is still running encloses. On a GPU, a thread of autograd's may still hold the graph task of a backward
+    // that raised, so the backward encloses only if this thread runs in its task.
     const bool encloses = may_enclose && state_ == BackwardState::running &&
                           (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
     if (in_backward() && !encloses) { abandon(BackwardState::unfinished, dropped); }
@@ -509,8 +509,8 @@ void UnreducedSum::take_from_grad(const at::Tensor& parameter, Dropped& dropped)
     if (!grad.defined() || grad.layout() != at::kStrided) { return; }
     streams_.order_after_last_use();
     at::Tensor kept = std::exchange(grad, {});
-    // If other code also refers to the gradient, it is copied below, on the current stream, and dropped soon. The pool of
-    // the stream that allocated the gradient must not reuse its memory before the copy is done.
+    // If other code also refers to the gradient, it is copied below, on the current stream, and dropped soon. The pool
+    // of the stream that allocated the gradient must not reuse its memory before the copy is done.
     record_on_current_stream(kept);
     add(kept, /*donated=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
     dropped.push_back(std::move(kept));

@@ -53,8 +53,8 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registratio
     return at::empty({0}, gradient.options());
 }
 
-/// The operator for generated code, with all four arguments. It avoids torch's dispatcher and pybind11, which take longer
-/// than the rest of a small gradient's reduction. A profiler sees it as the operator. Nothing reads its result.
+/// The operator for generated code, with all four arguments. It avoids torch's dispatcher and pybind11, which take
+/// longer than the rest of a small gradient's reduction. A profiler sees it as the operator. Nothing reads its result.
 PyObject* reduce_grad_directly(PyObject*, PyObject* const* arguments, Py_ssize_t)
 {
     HANDLE_TH_ERRORS
@@ -91,9 +91,9 @@ void end_backward(at::TensorList reductions_and_registrations, bool release_redu
 }  // namespace deepcompile
 
 // `registrations` is an input of the graph, for which each call of the graph gives the tensor of the parameters that it
-// was called with, so one graph serves many layers. `registrations[0]` is the engine's number, and `registrations[slot]`
-// the index that the gradient's parameter has in the engine's reducer. So the gradient finds its parameter whatever the
-// compiler does to the parameter itself: another layout, padding, a copy, a change in place.
+// was called with, so one graph serves many layers. `registrations[0]` is the engine's number, and
+// `registrations[slot]` the index that the gradient's parameter has in the engine's reducer. So the gradient finds its
+// parameter whatever the compiler does to the parameter itself: another layout, padding, a copy, a change in place.
 //
 // `donated` says that nothing in the graph reads the gradient or uses its memory after the call.
 //

@@ -47,8 +47,8 @@ int64_t launches_over(const c10d::ProcessGroup& process_group, int64_t more)
 // Elements of host memory to copy or add at once, which bounds the device memory of a cast or a sum.
 constexpr int64_t part_numel = int64_t(1) << 23;
 
-/// Copies to a target in host memory, or adds to it. The device computes the sum, because the host would have to wait for
-/// the arrived gradient.
+/// Copies to a target in host memory, or adds to it. The device computes the sum, because the host would have to wait
+/// for the arrived gradient.
 void write_host_target(const at::Tensor& target, const at::Tensor& arrived, bool adds)
 {
     for (int64_t first = 0; first < target.numel(); first += part_numel) {
@@ -180,7 +180,9 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
             }
             // NCCL can divide by the number of ranks, and nothing else; other backends only add up. Scaling before the
             // sum keeps the sum within fp16's range.
-            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor); }
+            if (!average && group.divisor != 1) {
+                segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor);
+            }
             messages.insert(messages.end(), of_segment.begin(), of_segment.end());
         }
         if (messages.empty()) { continue; }
@@ -321,7 +323,8 @@ void Bucket::drop_memory(Segment& segment)
     // Memory from the pool of another stream must not return to that pool before the last stream is done with it.
     streams_.record_on_last(segment.memory, segment.stream);
     if (!segment.donated) { counters_.bucket.remove(bytes_of(segment.memory)); }
-    // On CPU, a thread of gloo may hold the memory for a moment longer, and a profiler does not see that thread free it.
+    // On CPU, a thread of gloo may hold the memory for a moment longer, and a profiler does not see that thread free
+    // it.
     mark_stage("deepcompile::dropped", segment.memory);
     segment.memory = at::Tensor();
 }

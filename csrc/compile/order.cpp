@@ -10,8 +10,8 @@
 
 #include <algorithm>
 
-// The order in which all ranks send gradients, whether all have sent the same, and what a rank does if its own gradients
-// come in another order.
+// The order in which all ranks send gradients, whether all have sent the same, and what a rank does if its own
+// gradients come in another order.
 
 namespace deepcompile {
 
@@ -196,7 +196,7 @@ void Reducer::begin_turns()
 {
     order_.begin_backward();
     buckets_.begin_backward();
-    early_numel_ = 0;
+    early_count_ = early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;
         record.is_new = record.is_early = record.unreachable = record.is_delivered = false;
@@ -263,27 +263,18 @@ void Reducer::keep_early(ParameterRecord& record, int64_t awaited, const at::Ten
     // A sum that lacks contributions waits for them. Sending the turns before its own would not free it.
     if (record.is_new && !record.is_early && record.received >= awaited) {
         record.is_early = true;
+        ++early_count_;
         early_numel_ += record.parameter.numel();
     }
     // The missing gradient may never come, and reentrant checkpointing hides that. So send its turn as zeros; the
-    // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. Like a
-    // bucket, waiting gradients may exceed the bound by one gradient: by the largest, whichever came last, because a
-    // hook of one rank changes that.
-    while (has_too_many_early() && records_[order_.next()->index].received == 0) {
+    // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. One
+    // gradient may be larger than a bucket. Which gradient came last does not matter, because a hook of one rank
+    // changes that.
+    while (early_count_ > 1 && early_numel_ > options_.bucket_numel && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
         send_due_turns();
     }
-}
-
-bool Reducer::has_too_many_early() const
-{
-    if (early_numel_ <= options_.bucket_numel) { return false; }
-    int64_t largest = 0;
-    for (const auto& record : records_) {
-        if (record.is_early) { largest = std::max(largest, record.parameter.numel()); }
-    }
-    return early_numel_ - largest > options_.bucket_numel;
 }
 
 void Reducer::end_early(ParameterRecord& record)
@@ -291,6 +282,7 @@ void Reducer::end_early(ParameterRecord& record)
     record.is_new = false;
     if (!record.is_early) { return; }
     record.is_early = false;
+    --early_count_;
     early_numel_ -= record.parameter.numel();
 }
 
@@ -346,10 +338,10 @@ std::vector<int64_t> Reducer::exchange_orders()
 {
     const auto& group = largest(groups_);
     const auto count = static_cast<int64_t>(records_.size());
-    // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions; then
-    // for each parameter the negated number of steps in which this rank has not seen it; then for each parameter whether
-    // this rank has unsent gradients of it. The ranks take the maximum of each number, so all ranks but the first leave
-    // the turns at -1.
+    // Each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions;
+    // then for each parameter the negated number of steps in which this rank has not seen it; then for each parameter
+    // whether this rank has unsent gradients of it. The ranks take the maximum of each number, so all ranks but the
+    // first leave the turns at -1.
     std::vector<int64_t> own(6 * count, -1);
     if (group.rank() == 0) {
         auto* place = own.data();

@@ -23,9 +23,9 @@ namespace deepcompile {
 
 namespace {
 
-// A compiled graph may serve many layers and, through torch's caches, many engines. So each call passes the number of the
-// engine that owns the parameters. This map, one for the process, leads from the number to the engine's reducer. It holds
-// reducers weakly, because an engine owns its reducer.
+// A compiled graph may serve many layers and, through torch's caches, many engines. So each call passes the number of
+// the engine that owns the parameters. This map, one for the process, leads from the number to the engine's reducer. It
+// holds reducers weakly, because an engine owns its reducer.
 struct Registry {
     std::mutex mutex;
     std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
@@ -178,8 +178,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (route == Route::graph) {
         auto& record = records_[index];
         if (!record.autograd_wants()) { return; }
-        // If a parameter was frozen after the forward, its accumulation node shows the gradient to hooks and accumulates
-        // nothing.
+        // If a parameter was frozen after the forward, its accumulation node shows the gradient to hooks and
+        // accumulates nothing.
         const bool is_frozen = !record.parameter.requires_grad();
         if (is_frozen && !record.has_hooks()) { return; }
         if (is_frozen || record.caller_wants()) {
@@ -437,15 +437,16 @@ void Reducer::close()
 
 std::map<std::string, int64_t> Reducer::counters() const
 {
-    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait for it. Do not use a timed
-    // mutex, whose locks gcc's ThreadSanitizer does not track.
+    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait for it. Do not use a
+    // timed mutex, whose locks gcc's ThreadSanitizer does not track.
     std::unique_lock lock(mutex_, std::try_to_lock);
     for (int tries = 0; !lock.owns_lock() && tries < 100; ++tries) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
         lock.try_lock();
     }
     auto values = counters_.values();
-    // Between backwards `parameter.grad` holds unreduced gradients. In a backward it belongs to autograd, on any thread.
+    // Between backwards `parameter.grad` holds unreduced gradients. In a backward it belongs to autograd, on any
+    // thread.
     if (lock.owns_lock() && !in_backward() && Py_IsInitialized()) {
         const pybind11::gil_scoped_acquire locked;
         for (const auto& record : records_) {

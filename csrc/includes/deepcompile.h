@@ -35,9 +35,9 @@ the flat tensor and may straddle several partitions.
   5. Handed over.       Reducer::finish_backward() returns the targets of each group as a HandedOver, and goes on
                         holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
                         `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.
-  6. Released.          The step goes through the groups one after the other. For each, PartitionGradient in
-                        step/partition_gradient.py calls PartitionViews.take(), which calls Reducer::release(group).
-                        It gives the optimizer the gradients range by range, scaled and in the dtype of the master
+  6. Released.          For each group, PartitionGradient in step/partition_gradient.py calls PartitionViews.take(),
+                        which calls Reducer::release(group). Then the step goes through the groups one after the
+                        other. PartitionGradient gives the optimizer the gradients range by range, scaled and in the dtype of the master
                         weights, and drops a target when its last element has been taken. A flat partition is itself
                         the gradient of the master weights, without a copy. A partition that must not be cut is one
                         range: WholeStep in step/own_step.py frees its gradient at `master.grad = None`. At
@@ -111,8 +111,8 @@ struct Piece {
 /// Cuts the range [offset, offset + numel) of a flat tensor at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
-/// This rank's own sum of one parameter's gradients, in the dtype of targets. It adds up micro-batches, or contributions
-/// in one backward. (autograd.cpp)
+/// This rank's own sum of one parameter's gradients, in the dtype of targets. It adds up micro-batches, or
+/// contributions in one backward. (autograd.cpp)
 class UnreducedSum {
 public:
     UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
@@ -128,8 +128,8 @@ public:
     /// Moves the sum to `dropped`.
     void drop(Dropped& dropped);
 
-    /// Between backwards, adds the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's, because
-    /// torch does not allow such a gradient there.
+    /// Between backwards, adds the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
+    /// because torch does not allow such a gradient there.
     void leave_in_grad(const at::Tensor& parameter, Dropped& dropped);
     /// Adds `parameter.grad` to the sum and moves it to `dropped`. Leaves a sparse gradient where it is.
     void take_from_grad(const at::Tensor& parameter, Dropped& dropped);
@@ -208,9 +208,9 @@ struct Turn {
 ///
 /// A process group matches messages by their order alone, but ranks may run different graphs, or the same graphs in
 /// another order. So all ranks agree on one order: at first the reverse of the order of registration, then the order in
-/// which gradients arrived on the first rank in an earlier backward. If all ranks run the same graphs, no gradient waits
-/// for its turn from then on. A parameter that no rank has seen for many steps has no turn; a gradient that comes then is
-/// late, and gives the parameter a turn again.
+/// which gradients arrived on the first rank in an earlier backward. If all ranks run the same graphs, no gradient
+/// waits for its turn from then on. A parameter that no rank has seen for many steps has no turn; a gradient that comes
+/// then is late, and gives the parameter a turn again.
 class SendOrder {
 public:
     /// To be called in order of registration. `is_sent`: whether the parameter gets a turn.
@@ -525,9 +525,9 @@ public:
 
     /// Returns the index of the group. `process_group`: the ranks that share the parameters, all of the engine's or a
     /// part of them. `divisor`: what the ranks' sum of a gradient is divided by. `partition_numel` is the same on every
-    /// rank. All groups of a Reducer are on one device. `flat`: whether targets are to lie in a flat partition. `host`: host memory [partition_numel] of the
-    /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
-    /// a step's last finish_backward() and the next backward.
+    /// rank. All groups of a Reducer are on one device. `flat`: whether targets are to lie in a flat partition. `host`:
+    /// host memory [partition_numel] of the target dtype, in which targets are to lie instead; the caller reads and
+    /// writes this memory only between a step's last finish_backward() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       double divisor,
                       int64_t partition_numel,
@@ -545,19 +545,19 @@ public:
     /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them
     /// on this rank.
     ///
-    /// Autograd does not report a backward that raised. So the reducer queues a Watch with the running graph task, which
-    /// calls the watch when the graph has run, or else drops it. A dropped watch makes the reducer abandon the backward,
-    /// on the thread that drops the task. Python cannot run there, so the caller must ask: abandoned(). Raises, and begins
-    /// nothing, if the caller has not asked yet.
+    /// Autograd does not report a backward that raised. So the reducer queues a Watch with the running graph task,
+    /// which calls the watch when the graph has run, or else drops it. A dropped watch makes the reducer abandon the
+    /// backward, on the thread that drops the task. Python cannot run there, so the caller must ask: abandoned().
+    /// Raises, and begins nothing, if the caller has not asked yet.
     void begin_backward(bool reduces);
 
-    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither
-    /// finished nor can finish: it raised and one of autograd's threads still holds its graph task, or an interrupt came
-    /// after its graph had run. `may_enclose`: another backward begins, which the last one may enclose; an enclosing
-    /// backward goes on. Returns abandoned().
+    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it
+    /// neither finished nor can finish: it raised and one of autograd's threads still holds its graph task, or an
+    /// interrupt came after its graph had run. `may_enclose`: another backward begins, which the last one may enclose;
+    /// an enclosing backward goes on. Returns abandoned().
     std::optional<std::string> abandon_unfinished(bool may_enclose);
-    /// Returns "raised" or "unfinished" once after a backward was abandoned, and otherwise nothing. The caller drops its
-    /// gradients of the backward's step, and then another backward may begin.
+    /// Returns "raised" or "unfinished" once after a backward was abandoned, and otherwise nothing. The caller drops
+    /// its gradients of the backward's step, and then another backward may begin.
     std::optional<std::string> abandoned();
     /// Whether a backward has begun and was neither finished nor abandoned.
     bool in_backward() const
@@ -573,8 +573,8 @@ public:
 
     /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
     /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
-    /// backward only passes through the engine. True outside of a task, and where a function of Python may run a backward
-    /// of its own.
+    /// backward only passes through the engine. True outside of a task, and where a function of Python may run a
+    /// backward of its own.
     bool leads_to_parameters() const;
 
     /// Called before a forward. Autograd runs an accumulation node on the stream on which the node was made, and the
@@ -588,34 +588,35 @@ public:
     ///
     /// If a hook or the caller wants to see a graph's gradient, the reducer keeps it for the parameter's accumulation
     /// node. Autograd runs the node in the same task, after all nodes that compute gradients of the parameter. The node
-    /// passes the gradient to this function again, unless autograd returns the gradient to the caller. If several graphs
-    /// contribute, the reducer sends zeros in the turns of all contributions but the last: this rank alone may have the
-    /// hook, and other ranks wait for it in each turn.
+    /// passes the gradient to this function again, unless autograd returns the gradient to the caller. If several
+    /// graphs contribute, the reducer sends zeros in the turns of all contributions but the last: this rank alone may
+    /// have the hook, and other ranks wait for it in each turn.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool donated);
 
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
     void end_backward();
 
-    /// 4. and 5. Called by `BackwardLife` after every backward, whichever graphs ran in it. With `reduces`, the turns that
-    /// are left are taken, and every piece that this rank owns is bound on return.
+    /// 4. and 5. Called by `BackwardLife` after every backward, whichever graphs ran in it. With `reduces`, the turns
+    /// that are left are taken, and every piece that this rank owns is bound on return.
     ///
     /// With `completes`, the gradients of the step are complete on every rank. Then reduces gradients that came after
     /// their turn on some rank, and changes the order on all ranks if it did not suit the first rank. Raises on every
-    /// rank if the ranks have sent different gradients. The host waits for the device, to learn whether another rank has
-    /// late gradients. Returns each group's targets for the optimizer, and without `completes` nothing.
+    /// rank if the ranks have sent different gradients. The host waits for the device, to learn whether another rank
+    /// has late gradients. Returns each group's targets for the optimizer, and without `completes` nothing.
     std::vector<std::shared_ptr<HandedOver>> finish_backward(bool reduces, bool completes);
 
-    /// 4. Called when a backward restarts the step. Records that this rank discarded unused gradients, so that the check
-    /// fails if other ranks did not.
+    /// 4. Called when a backward restarts the step. Records that this rank discarded unused gradients, so that the
+    /// check fails if other ranks did not.
     void replace_gradients();
 
     /// 4. Called when a backward's epilogue raised: drops pending buckets, every target and every unreduced gradient,
     /// also those of earlier backwards.
     void abandon_backward();
 
-    /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. On CPU, ranks compare
-    /// once more what they have sent. Otherwise, if another rank began one more backward instead of the step, gloo would
-    /// hang or end the process. Then the stream waits for the targets, and the host for copies to host memory.
+    /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. On CPU, ranks
+    /// compare once more what they have sent. Otherwise, if another rank began one more backward instead of the step,
+    /// gloo would hang or end the process. Then the stream waits for the targets, and the host for copies to host
+    /// memory.
     void compare_and_await_targets();
 
     /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
@@ -639,14 +640,14 @@ private:
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     friend class Delivery;
-    /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with the gradients
-    /// that were kept for the node.
+    /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with the
+    /// gradients that were kept for the node.
     at::Tensor deliver(size_t index, const at::Tensor& gradient);
     /// Called where the accumulation node has run and has left no gradient: a hook may have dropped it.
     void on_nothing_accumulated(size_t index);
+    // The functions below need mutex_ held by the caller.
     /// Whether gradients of the parameter that come now have turns.
     bool takes_turns(const ParameterRecord& record) const;
-    // The functions below need mutex_ held by the caller.
     /// Keeps a graph's gradient until autograd runs the accumulation node.
     KeptForAutograd& keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Returns how many graphs of the running task contribute to the parameter; 0 if the accumulation node also gets a
@@ -666,10 +667,9 @@ private:
     /// Counts a contribution whose gradient autograd has, or a hook has dropped. Its turn sends zeros for it.
     void count_without_gradient(ParameterRecord& record);
     /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum, unless
-    /// autograd has it (undefined). Sends the turns that hold up too many, unless a turn has some of its contributions.
+    /// autograd has it (undefined). If more than one gradient and more than a bucket wait then, sends the turns that
+    /// hold them up, unless a turn has some of its contributions.
     void keep_early(ParameterRecord& record, int64_t awaited, const at::Tensor& gradient, bool donated);
-    /// Whether more than a bucket, and the largest gradient besides, waits for turns.
-    bool has_too_many_early() const;
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);
@@ -694,8 +694,8 @@ private:
 
     const Options options_;
     /// A thread releases the interpreter's lock before it waits for this mutex: bindings.cpp and graph_dropped() ensure
-    /// it. So the thread that holds the mutex may wait for the interpreter's lock, as a process group that is written in
-    /// Python does. But it must not call or drop objects that may call the reducer; see Dropped.
+    /// it. So the thread that holds the mutex may wait for the interpreter's lock, as a process group that is written
+    /// in Python does. But it must not call or drop objects that may call the reducer; see Dropped.
     mutable std::mutex mutex_;
     // Deques, because other objects hold addresses of groups and records.
     std::deque<PartitionGroup> groups_;
@@ -706,7 +706,8 @@ private:
     Agreement agreement_;
     BucketQueue buckets_;
     SendOrder order_;
-    int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
+    int64_t early_count_ = 0;  ///< parameters whose gradients are early
+    int64_t early_numel_ = 0;  ///< their elements
     /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
     std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
     int from_graphs_of_ = -1;  ///< autograd's number of that task

@@ -22,8 +22,8 @@ told in deepcompile.h.
 
 namespace deepcompile {
 
-/// Bytes held now, and the most bytes since the last reset_peak(). Any thread may read and reset; a thread that adds and
-/// removes holds the reducer's mutex.
+/// Bytes held now, and the most bytes since the last reset_peak(). Any thread may read and reset; a thread that adds
+/// and removes holds the reducer's mutex.
 class ByteCount {
 public:
     void add(int64_t bytes)

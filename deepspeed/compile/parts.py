@@ -30,7 +30,7 @@ NAMES = (
     "tools.memory_picture",
     "fixes.dora",
     "fixes.liger",
-    "fixes.experts",
+    "fixes.exchanges",
     "features.activation_budget",
     "features.blocks",
     "fixes.key_value_cache",

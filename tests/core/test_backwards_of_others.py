@@ -10,10 +10,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, check, warnings_logged
@@ -168,6 +170,28 @@ def test_gradients_of_inputs_belong_to_no_step(ranks, stage, accumulation, direc
     results = ranks(2).run(train_beside_saliency, case, places, direct)
     check([result for result, _ in results])
     assert max(error for _, error in results) < BOUND
+
+
+def buckets_sent_by_a_step(case):
+    """Returns how many buckets a rank sends in a step, whose penalty the first rank alone has."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Critic().to(device())
+    engine = make_engine(module, case)
+    if dist.get_rank() == 0:
+        penalty_of(module).backward()
+    engine.backward(engine(rows(0)).square().mean())
+    before = gradient_counters(engine)["buckets_sent"]
+    engine.step()
+    sent = gradient_counters(engine)["buckets_sent"] - before
+    engine.destroy()
+    return sent
+
+
+@vary("stage", [1, 2])
+def test_a_step_sends_nothing_of_a_penalty_again(ranks, stage):
+    """The rank with the penalty would send buckets of zeros in its step, for which no other rank waits."""
+    assert ranks(2).run(buckets_sent_by_a_step, Case(stage=stage)) == [0, 0]
 
 
 def penalty_of(module):

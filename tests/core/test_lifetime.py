@@ -10,6 +10,7 @@ from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
@@ -250,6 +251,38 @@ def test_activations_are_freed_after_their_last_use(ranks, backend):
     """A backward graph would keep its inputs until it ends, because its caller still holds them."""
     for live in ranks(2).run(activations_behind_their_last_use, Case(backend=backend)):
         assert live == [0, 0, 0]
+
+
+class DropsGradients(torch.optim.SGD):
+    """Drops each gradient when it has read it, and notes whether the memory is free then."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.freed = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    memory = StorageWeakRef(parameter.grad.untyped_storage())
+                    parameter.grad = None
+                    self.freed.append(memory.expired())
+
+
+def freed_by_its_optimizer(case):
+    module = build(case)
+    optimizer = DropsGradients(module.parameters(), lr=0.1)
+    # With a hook, its step() reads whole partitions.
+    optimizer.register_step_pre_hook(lambda *_: None)
+    engine = make_engine(module, case, optimizer=optimizer)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    engine.destroy()
+    return optimizer.freed
+
+
+@vary("dtype", ["fp32", "bf16"])
+def test_an_optimizer_frees_what_it_drops(ranks, dtype):
+    """A step would keep the gradient of a partition until it has stepped all partitions."""
+    assert ranks(2).run(freed_by_its_optimizer, Case(dtype=dtype)) == [[True], [True]]
 
 
 class Released(NamedTuple):

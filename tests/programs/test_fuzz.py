@@ -725,7 +725,7 @@ def test_every_trick_is_drawn():
     drawn = collections.defaultdict(set)
 
     @seed(1)
-    @settings(max_examples=250, deadline=None, database=None, phases=[Phase.generate])
+    @settings(max_examples=400, deadline=None, database=None, phases=[Phase.generate])
     @given(recipe=recipes(["eager", "inductor"]) | recipes(["eager"], sharded=True))
     def draw(recipe):
         for part in (recipe, *recipe.pieces):

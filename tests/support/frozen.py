@@ -105,7 +105,7 @@ class SlotsAdapted(AdaptedBlock):
 
 
 class AttributeAdapted(AdaptedBlock):
-    """It leaves its output in an attribute, beside a view of a parameter."""
+    """It leaves its output in an attribute, beside a view of a frozen parameter."""
 
     hidden = view = None
 
@@ -256,7 +256,7 @@ def through_attributes(self, x, skip):
     for block in self.blocks:
         block(x)
         x, views = block.hidden, views + block.view.sum()
-        block.hidden = block.view = None
+        block.hidden = None
     return x + views
 
 

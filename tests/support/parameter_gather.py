@@ -141,3 +141,13 @@ def one_rank_late(delay):
         yield waited
     finally:
         gather.OverlappedGather.start, gather.OverlappedGather.wait = start, wait
+
+
+def past_the_class(graph, inputs):
+    """A backend whose code reads memory without asking classes of tensors, as generated code does."""
+
+    def call(*args):
+        with torch._C.DisableTorchFunctionSubclass():
+            return graph.forward(*args)
+
+    return call

@@ -159,7 +159,9 @@ def options_after_training():
 def options_beside_another_compilation(regional):
     """What Dynamo's options say after a step in which another thread compiles all the time."""
     begun, over = threading.Event(), threading.Event()
-    pair = Beside(BlocksWithin(), Case(config=compiled(regional)))
+    # While parameters are on their way, some releases of torch need one of the options.
+    options = {**compiled(regional)["compile"], "overlap_param_gather": False}
+    pair = Beside(BlocksWithin(), Case(config={"compile": options}))
 
     def compile_backward():
         with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "of another engine"):

@@ -185,13 +185,13 @@ REFUSED_ENGINES = {
     ),
     "compile.shard_parameters": (
         "experts",
-        "compile.shard_parameters cannot shard experts, which not all ranks have; leave it out",
+        "compile.shard_parameters cannot shard experts, which have process groups of their own; leave it out",
     ),
     "pipeline": ("pipeline", "pipeline parallelism is not supported; set compile.deepcompile to false"),
 }
 
 
-@pytest.mark.follows("cannot shard experts, which not all ranks have; leave it out")
+@pytest.mark.follows("cannot shard experts, which have process groups of their own; leave it out")
 @pytest.mark.follows("makes process groups for them; set compile.deepcompile to false")
 @pytest.mark.follows(
     "pipeline parallelism is not supported; set compile.deepcompile to false",

@@ -13,7 +13,10 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from deepspeed.compile.features.overlap_gather.arriving import Arrival, Arriving, can_be_marked, mark, unmark
+from deepspeed.compile.features.overlap_gather.guards_of_callers import all_guards
 from deepspeed.compile.features.overlap_gather.without_values import WITHOUT_VALUES
+
+from support.parameter_gather import past_the_class
 
 
 class Delayed:
@@ -35,6 +38,11 @@ class Delayed:
         # A compiler may ask within its own modes.
         with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             self.parameters[unit].fill_(self.value)
+
+    def receive_all(self):
+        for unit, parameter in enumerate(self.parameters):
+            if isinstance(parameter, Arriving):
+                self.receive(unit)
 
     def arrive(self, unit):
         self.receive(unit)
@@ -259,6 +267,13 @@ def halve(parameters):
     return 2 * sum(parameter.detach().sum() for parameter in parameters)
 
 
+def copies(parameters):
+    made = [torch.zeros(2, 2) for _ in parameters]
+    with torch.no_grad():
+        torch._foreach_copy_(made, parameters)
+    return sum(each.sum() for each in made)
+
+
 COMPILED = {
     "norms": lambda parameters: torch.stack([parameter.detach().pow(2).sum() for parameter in parameters]).sum() / 3,
     "penalty": lambda parameters: sum((parameter * 1).sum() for parameter in parameters if parameter.requires_grad),
@@ -266,25 +281,35 @@ COMPILED = {
     "sizes": lambda parameters: (
         torch.tensor(3.0) * sum(parameter.shape[0] * parameter.numel() // 2 for parameter in parameters)
     ),
+    # Dynamo asks the class of a tensor in a list, and not in a tuple or a second list.
+    "tuple": lambda parameters: torch.cat((parameters[0], *parameters[1:])).sum(),
+    "copies": copies,
     "average": average,
     "halve": halve,
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("of", ["list", "module"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", past_the_class, pytest.param("inductor", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("how", COMPILED)
-def test_code_that_a_caller_compiles(how, backend):
+def test_code_that_a_caller_compiles(how, backend, of):
     """Dynamo reads the class of parameters in guards: it would compile such code anew in each step, or past the wait.
-    With ``fullgraph`` it would raise."""
+    With ``fullgraph`` it would raise. Before torch 2.13, guards would leave out the class of what a module holds."""
     torch._dynamo.reset()
-    compiled = torch.compile(COMPILED[how], backend=backend, fullgraph=True)
-    delayed = Delayed(3.0, count=3)
+    delayed, called = Delayed(3.0, count=3), COMPILED[how]
+    held = delayed.parameters
+    if of == "module":
+        held, called = torch.nn.ParameterList(held), lambda module: COMPILED[how](list(module.parameters()))
+    compiled = torch.compile(called, backend=backend, fullgraph=True)
     delayed.arrive_all()
     before = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
-    for step in range(6):
-        # As in a loop whose first step reads before anything is sent.
-        if step:
-            delayed.send()
-        assert float(compiled(delayed.parameters)) == 36, step
-        delayed.arrive_all()
+    with all_guards():
+        for step in range(6):
+            # As in a loop whose first step reads before anything is sent.
+            if step:
+                delayed.send()
+            assert float(compiled(held)) == 36, step
+            delayed.arrive_all()
     assert sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()) - before <= 2

@@ -20,7 +20,7 @@ from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.models import VOCABULARY
-from support.parameter_gather import Around, one_rank_late
+from support.parameter_gather import Around, one_rank_late, past_the_class
 from support.training import BOUND, Case, batch, device, make_engine, relative_error
 
 DELAY = 0.1
@@ -128,10 +128,10 @@ def copied_one_by_one(module, state):
 def compiled(module, state):
     if "compiled" not in state:
         state["compiled"] = torch.compile(
-            lambda parameters: [parameter.detach() * 1 for parameter in parameters], backend="eager", fullgraph=True
+            lambda module: [parameter.detach() * 1 for parameter in module.parameters()], backend=past_the_class
         )
     before = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
-    result = state["compiled"](list(module.parameters()))
+    result = state["compiled"](module)
     state.setdefault("compilations", []).append(
         sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()) - before
     )

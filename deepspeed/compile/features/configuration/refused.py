@@ -10,6 +10,7 @@ from torch.nn import Embedding, EmbeddingBag
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import groups
 
 from ...zero_1_and_2.feature import Request
 
@@ -35,7 +36,9 @@ def _unsupported_parallelism(request):
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
-    ranks = 1 if engine.mesh_device is None else engine.mesh_device["sequence_parallel"].size()
+    # An earlier engine's mesh is used by later ones, which have none.
+    mesh = engine.mesh_device or groups.mesh_device
+    ranks = 1 if mesh is None else mesh["sequence_parallel"].size()
     if ranks > 1:
         yield (
             f"a mesh has {ranks} ranks for a sequence, over which DeepSpeed reduces no gradients; give "

@@ -13,8 +13,8 @@ import functools
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Protocol, Type
 
 import torch
-from torch.utils._pytree import tree_map
 
+from .guards_of_callers import Awaited, gate, wait_in_guards
 from .without_values import WITHOUT_VALUES
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ else:
     _NextClass = object
 
 
-class Receiver(Protocol):
+class Receiver(Awaited, Protocol):
     """Waits for parameters."""
 
     def receive(self, unit: int) -> None:
@@ -40,28 +40,12 @@ class Arrival(NamedTuple):
     unit: int
 
 
-class _Arrived:
-    """An attribute of a parameter that is being gathered: the parameter itself, once it has arrived.
-
-    The caller's own compiled code reads this attribute in its guards, so each call waits first. Guards read the
-    parameter's class too, so the parameter keeps it.
-    """
-
-    def __get__(self, parameter: Any, kind: Any = None) -> Any:
-        if parameter is None:
-            return self
-        if parameter._arrival is not None:
-            parameter._arrival.gather.receive(parameter._arrival.unit)
-        return parameter
-
-
 class Arriving(_NextClass):
     """The mixin of a parameter that is being gathered."""
 
     arrived_class: Type[torch.Tensor]
     # None for a tensor of this class that was made without ``__new__()``. A parameter has its own.
     _arrival: Optional[Arrival] = None
-    _awaited = _Arrived()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a tensor of the parameter's own class: code that copies a parameter calls the parameter's class."""
@@ -76,11 +60,12 @@ class Arriving(_NextClass):
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
-            # Dynamo traces this branch, and cannot look every function up in a set.
-            args, kwargs = tree_map(_arrived, (args, kwargs))
-        elif function not in WITHOUT_VALUES and not _wait_for((args, kwargs)):
-            return function(*args, **kwargs)
+        # Dynamo traces this branch too. There guards wait.
+        if not torch.compiler.is_dynamo_compiling():
+            if is_traced():
+                wait_in_guards()
+            if function not in WITHOUT_VALUES and not _wait_for((args, kwargs)):
+                return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -89,10 +74,6 @@ def is_traced() -> bool:
     """Whether Dynamo traces the running code. ``torch.compiler.is_compiling()`` is false in code that Dynamo runs
     itself, such as a function of a tensor that it inspects."""
     return torch._guards.TracingContext.try_get() is not None
-
-
-def _arrived(value):
-    return value._awaited if isinstance(value, Arriving) else value
 
 
 def _wait_for(arguments: Any) -> bool:
@@ -148,6 +129,7 @@ def can_be_marked(parameter: torch.Tensor) -> bool:
 
 def mark(parameters: Iterable[torch.Tensor], arrival: Arrival) -> None:
     """Makes code that reads or writes one of these parameters wait. :func:`can_be_marked` must hold for each."""
+    gate.awaited.add(arrival.gather)
     for parameter in parameters:
         # Set this before the class: another thread that sees the class reads it.
         parameter._arrival = arrival  # type: ignore[attr-defined]

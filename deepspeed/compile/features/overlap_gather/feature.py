@@ -14,6 +14,7 @@ from ...zero_1_and_2.gradient.layout import registered_parameters
 from ..blocks.feature import Blocks, chosen_blocks
 from ..blocks.parameters import by_block
 from .gather import OverlappedGather
+from .guards_of_callers import all_guards
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.backend import Frame
@@ -47,6 +48,7 @@ class OverlapGather(Feature):
         blocks, module = context.get(Blocks), context.module
         units = by_block(registered_parameters(context.optimizer), module, blocks.blocks)
         self.gather = OverlappedGather(context.optimizer, units, _held_by_scripts(module))
+        context.undo.enter_context(all_guards())
         context.undo.callback(self._end)
         self._units_of_block: Dict[int, List[int]] = {
             id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks.blocks

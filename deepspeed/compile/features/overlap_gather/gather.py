@@ -194,6 +194,13 @@ class OverlappedGather(AllGather):
                             works[-1].wait()
                 works.pop()
 
+    def receive_all(self) -> None:
+        """Does :meth:`receive` for every unit that is on its way."""
+        if self._works:
+            with self._lock:
+                for unit in sorted(self._works):
+                    self.receive(unit)
+
     def arrive(self, unit: int) -> None:
         """Does :meth:`wait` for one unit, when code reads or writes one of its parameters."""
         self.wait((unit,))

@@ -119,6 +119,7 @@ class Passes:
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
+        self.whole.warn_of_lent()
         if torch.is_grad_enabled() and not in_backward():
             schedule.keep(self.whole.most_kept, self.around)
         self.under_way.append(schedule)
@@ -257,6 +258,7 @@ class Passes:
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
+            self.whole.free_lent()
 
     def _end_raised(self):
         """Ends the last backward of the engine if it raised."""

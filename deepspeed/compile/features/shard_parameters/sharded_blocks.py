@@ -10,7 +10,6 @@ import torch
 from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
-from deepspeed.utils import logger
 
 from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
@@ -33,12 +32,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-
-OUTLIVED = (
-    "rank {} keeps a view of parameter {}, or of one that compile.shard_parameters gathers with it, over a step, such "
-    "as an entry of a state dict: it has values from before; clone() what you keep, or take it anew"
-)
 
 
 class ShardedBlocks:
@@ -86,7 +79,6 @@ class ShardedBlocks:
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
         self._joint_reads = JointReads(process_group)
-        self._has_warned_of_views = False
         # Engines share the process group.
         first_number = identity * UNIT_ID_STRIDE
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -193,13 +185,8 @@ class ShardedBlocks:
         return True
 
     def after_step(self) -> None:
-        """Called on all ranks after each step. Warns, once, if views of parameters were kept over it."""
+        """Called on all ranks after each step."""
         self._joint_reads.after_step()
-        outlived = [unit.memory.name for unit in self.units if unit.memory.outlived_step()]
-        if outlived and not self._has_warned_of_views:
-            self._has_warned_of_views = True
-            # Other ranks may keep none, or own what they keep views of.
-            logger.warning(OUTLIVED.format(dist.get_rank(), outlived[0]))
 
     def _units_of(self, parameters):
         ids = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}

@@ -5,6 +5,7 @@
 ``unit_memory.py`` says where they lie. What autograd has saved of them are handles (``saved_tensors.py``).
 """
 
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, List, Optional
 
@@ -21,6 +22,9 @@ from .unit_memory import UnitMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+# For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
+LONGEST_HELD = 1.0  # seconds
 
 
 class Unit:
@@ -141,7 +145,8 @@ class Unit:
         self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
-        self._wait()
+        # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
+        self._wait(until_free=False)
         self.memory.note_versions(of_frozen=False)
 
     def finish_gather(self) -> None:
@@ -170,8 +175,12 @@ class Unit:
             self._readers.append(stream)
         self.memory.note_reader(stream)
 
-    def _wait(self):
-        """Waits for a gather that was started."""
+    def _wait(self, until_free=True):
+        """Waits for a gather that was started.
+
+        ``until_free``: whether also, on a CPU, until gloo's thread has let go of the unit's memory, so that whoever
+        has a view of it then is a caller.
+        """
         if self._works is None:
             return
         self.comparison.wait()
@@ -184,7 +193,14 @@ class Unit:
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
+        is_by_thread = until_free and self._target is self.memory.buffer and self._target.is_cpu
         self._works = self._target = None
+        if is_by_thread:
+            # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
+            # would take the thread for someone who has a view.
+            until = time.monotonic() + LONGEST_HELD
+            while self.memory.others_have_views() and time.monotonic() < until:
+                time.sleep(0.0001)
 
     def reshard(self) -> None:
         """Frees the memory of the unit. What this stream was told to compute with it is computed before.
@@ -202,6 +218,11 @@ class Unit:
             self.mark()
         self.is_gathered = self.is_used = False
         self.memory.free()
+
+    def free_lent(self) -> None:
+        """Frees the memory of a unit at rest, unless others still have views of it."""
+        if not self.is_gathered and self._works is None:
+            self.memory.free()
 
     def mark(self) -> None:
         """Has the parameters raise when they are read."""

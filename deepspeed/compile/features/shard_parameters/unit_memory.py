@@ -3,9 +3,8 @@
 """The memory of a unit: one buffer for its parameters, but for trained ones of which this rank owns anything.
 
 When the unit is resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay
-as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, they keep the storage
-with the values of that moment, and the buffer gets another storage. They would not see what a step changes, so
-:meth:`UnitMemory.outlived_step` tells of such views.
+as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory stays as it
+is, and the values there remain those of the parameters.
 """
 
 import bisect
@@ -14,7 +13,6 @@ import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
@@ -49,6 +47,8 @@ class UnitMemory:
         nbytes, frozen_bytes: of the whole unit, and of frozen parameters, which lie first, with padding.
         buffer, share: all, and this rank's part of frozen parameters, 1-D and of bytes. None before :meth:`take_in`.
         trained_part: what says where trained parameters lie, or None.
+        is_lent: whether others had views of the memory when the unit was resharded. The memory holds the parameters'
+            values then, and those who have it may change these.
     """
 
     def __init__(
@@ -82,8 +82,7 @@ class UnitMemory:
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
-        # Storages that others had views of when the unit was resharded, and whose trained parameters steps change.
-        self._left_to_others: List[StorageWeakRef] = []
+        self.is_lent = False
 
     @property
     def name(self) -> str:
@@ -141,7 +140,11 @@ class UnitMemory:
         note_storage(buffer.untyped_storage(), self)
 
     def allocate_target(self) -> torch.Tensor:
-        """Returns memory into which to gather the unit: the buffer, which gets its memory again."""
+        """Returns memory into which to gather the unit: the buffer, which gets its memory again, unless it is lent."""
+        if self.is_lent:
+            # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
+            self.keep_own_part()
+            return torch.empty_like(self.buffer)
         self.buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
         return self.buffer
@@ -153,37 +156,36 @@ class UnitMemory:
             self.buffer.record_stream(stream)
 
     def free(self) -> None:
-        """Frees the memory, which nobody writes now. Others who have views of it keep it."""
-        storage = self.buffer.untyped_storage()
-        if not storage.nbytes():
+        """Frees the memory, which nobody writes now, unless others have views of it."""
+        if not self.buffer.untyped_storage().nbytes():
             return
-        # The buffer, parameters, and what stands for these have the buffer's storage too.
-        ours = 1 + sum(place.home is None for place in self.places()) + len(self._aliases)
-        # Torch does not resize a storage of which a NumPy array was made.
-        if users_of(storage) > ours or not storage.resizable():
-            if self.trained_part:
-                self._left_to_others.append(StorageWeakRef(storage))
-            self._take_other_storage()
+        was_lent, self.is_lent = self.is_lent, self.others_have_views()
+        if self.is_lent:
+            return
+        if was_lent:
+            self.keep_own_part()
         self._give_back()
 
-    def _take_other_storage(self):
+    def others_have_views(self) -> bool:
+        """Whether anyone else has views of the buffer's memory, or gathers into it."""
+        # The buffer, parameters, and what stands for these have the buffer's storage too.
+        ours = 1 + sum(place.home is None for place in self.places()) + len(self._aliases)
+        storage = self.buffer.untyped_storage()
+        return users_of(storage) > ours
+
+    def _give_back(self):
+        storage = self.buffer.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+            return
+        # Torch does not resize a storage of which a NumPy array was made, so take another one.
         with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self.buffer))
             for place in self.places():
                 if place.home is None:
                     place.tensor.data = place.memory_in(self.buffer)
-            storage = self.buffer.untyped_storage()
-            for alias in self._aliases.values():
-                empty = torch.empty(0, dtype=alias.dtype, device=alias.device)
-                alias.data = empty.set_(storage, alias.storage_offset(), alias.size(), alias.stride())
-
-    def _give_back(self):
+        self._aliases.clear()
         self.buffer.untyped_storage().resize_(0)
-
-    def outlived_step(self) -> bool:
-        """Called after each step. Returns whether others have views of trained parameters from before it."""
-        self._left_to_others = [storage for storage in self._left_to_others if not storage.expired()]
-        return bool(self._left_to_others)
 
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
@@ -264,7 +266,7 @@ class UnitMemory:
                 torch.autograd.graph.increment_version(place.tensor)
 
     def _write(self, place, source):
-        if place.home is not None:
+        if self.is_lent or place.home is not None:
             place.memory_in(self.buffer).copy_(source)
             return
         if place.is_trained:

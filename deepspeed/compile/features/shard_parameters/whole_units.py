@@ -33,6 +33,11 @@ from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
 MOST_GATHERED = 2
+LENT = (
+    "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
+    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
+    "sharded by compile.shard_parameters"
+)
 STAYS_WHOLE = (
     "compiled code reads a parameter outside of its block's call, where nothing could gather it before, so what is "
     "gathered together, parameter {} among it, stays whole on every rank"
@@ -62,6 +67,9 @@ class WholeUnits:
         self._is_kept: Dict[Unit, bool] = {}
         # How many forwards of a unit's block are under way.
         self._uses: collections.Counter = collections.Counter()
+        # Units at rest that still have memory, because others have views of it, and whether the caller was told.
+        self._lent: List[Unit] = []
+        self._has_warned = False
         # Units that are never at rest again.
         self._whole_for_good: Set[Unit] = set()
         # How many reasons there are for which units stay as they are.
@@ -91,6 +99,7 @@ class WholeUnits:
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
                 self.release(other)
+            self.free_lent()
             self._is_kept[unit] = False
             try:
                 unit.start_gather(at)
@@ -116,6 +125,8 @@ class WholeUnits:
     def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
+        if unit.memory.is_lent and unit not in self._lent:
+            self._lent.append(unit)
 
     def release_kept(self) -> None:
         """Called when a backward has run: releases what was kept for the backward, and was not read there."""
@@ -155,6 +166,21 @@ class WholeUnits:
                 unit.is_used = True
             yield
 
+    # Memory that others have ---------------------------------------------------------------------------------------
+
+    def free_lent(self) -> None:
+        """Frees memory that others have had until now."""
+        for unit in self._lent:
+            unit.free_lent()
+        self._lent = [unit for unit in self._lent if unit.memory.is_lent]
+
+    def warn_of_lent(self) -> None:
+        """Tells the caller, once, if others have memory that could be freed."""
+        self.free_lent()
+        if self._lent and not self._has_warned:
+            self._has_warned = True
+            warn(LENT.format(self._lent[0].memory.name))
+
     # All units -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -176,6 +202,7 @@ class WholeUnits:
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
         self._gather_all()
+        self._lent.clear()
         self.leave_as_they_are()
 
     def leave_as_they_are(self) -> None:

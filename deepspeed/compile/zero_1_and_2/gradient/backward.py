@@ -31,7 +31,7 @@ class _Step:
 
     backwards: int = 0  # backwards of the step that have ended
     caller_defines_step: bool = False  # whether the caller decides which backwards belong to the step
-    keeps: bool = False  # whether the reducer keeps gradients that came while no backward of the engine ran
+    has_unannounced: bool = False  # whether gradients came outside of the engine's backwards since it last reduced
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() has ended
 
@@ -105,7 +105,7 @@ class BackwardLife:
             engine._backward_prologue()
             return self._reducer.in_backward
         self.settle()
-        self._step.keeps = True
+        self._step.has_unannounced = True
         return False
 
     def begin(self, base_prologue: Callable[[], None]) -> None:
@@ -164,9 +164,8 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if self._step.keeps:
+        if self._step.has_unannounced:
             self._reduce_rest(True)
-            self._step.keeps = False
         if not self._is_complete:
             self.begin_anew()
             raise RuntimeError(
@@ -333,6 +332,8 @@ class BackwardLife:
         try:
             completes = reduces and self._engine().is_gradient_accumulation_boundary()
             handed_over = self._reducer.finish_backward(reduces, completes)
+            if reduces:
+                self._step.has_unannounced = False
             if completes:
                 self._hand_over(handed_over)
         except BaseException:

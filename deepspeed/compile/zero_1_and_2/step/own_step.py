@@ -123,7 +123,7 @@ class WholeStep:
         master = optimizer.single_partition_of_fp32_groups[self._group]
         master.grad = gradient.scaled(first, limit)
         # Keep no reference to the gradient, which the optimizer may drop.
-        gradient.give_memory_back()
+        gradient.drop()
         try:
             # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
             # loaded then needs all groups.

@@ -106,6 +106,11 @@ class PartitionGradient:
         """Drops the memory of the ranges that the last calls have returned."""
         self._memory, self._gathered = self._memory.new_empty(0), self._gathered.new_empty(0)
 
+    def drop(self) -> None:
+        """Drops everything. Called when all elements have been taken, by a caller who decides how long they live."""
+        self._flat, self._rest = None, []
+        self.give_memory_back()
+
     def _end(self, first, limit, multiple):
         """Returns the end of the range from ``first`` on: before a large gradient that is read in place, behind it, or
         after enough small gradients."""

@@ -1,8 +1,0 @@
-# Copyright (c) the authors of this fork of DeepSpeed.
-# SPDX-License-Identifier: Apache-2.0
-"""Keeps DeepSpeed's layers of experts out of graphs.
-
-To DeepSpeed: ``MOELayer`` sends tokens in autograd functions that fill a tensor by a collective. Dynamo traces into
-them, and the graph's gradient is zero. ``deepspeed::dim_zero_all_to_all`` of ``sequence/layer.py`` says how to make
-them operators. What the gate decides is read on the host too, which breaks a graph anyway.
-"""
