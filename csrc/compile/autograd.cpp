@@ -400,20 +400,25 @@ int64_t Reducer::contributions_of_graphs(const ParameterRecord& record)
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return 0; }
     if (from_graphs_of_ != task) {
-        constexpr auto of_other_code = std::numeric_limits<int64_t>::min() / 2;
+        static constexpr auto of_other_code = std::numeric_limits<int64_t>::min() / 2;
         from_graphs_of_ = task;
         from_graphs_.clear();
         for (const auto& each : records_) { from_graphs_[current_node(each.parameter).get()] = 0; }
-        for (auto* node : *nodes) {
-            if (!runs(node)) { continue; }
+        const auto note_edges = [this](const torch::autograd::Node& node) {
             int64_t adds = 0;
-            for (const auto& edge : node->next_edges()) {
+            for (const auto& edge : node.next_edges()) {
                 const auto found = from_graphs_.find(edge.function.get());
                 if (!edge.is_valid() || found == from_graphs_.end()) { continue; }
-                if (adds == 0) { adds = node->name() == compiled_function ? 1 : of_other_code; }
+                if (adds == 0) { adds = node.name() == compiled_function ? 1 : of_other_code; }
                 found->second = std::max(found->second + adds, of_other_code);
             }
+        };
+        for (auto* node : *nodes) {
+            if (runs(node)) { note_edges(*node); }
         }
+        // Autograd leaves out a node with which alone the task begins. If it is a graph, it runs now.
+        const auto current = torch::autograd::get_current_node();
+        if (current && nodes->count(current.get()) == 0) { note_edges(*current); }
     }
     const auto found = from_graphs_.find(current_node(record.parameter).get());
     return found == from_graphs_.end() ? 0 : std::max<int64_t>(found->second, 0);

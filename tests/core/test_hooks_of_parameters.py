@@ -7,21 +7,29 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside, Outcome, check
 from support.chunked_loss import small_chunks
 from support.ids import vary
-from support.models import CASES, BlocksWithin, SeveralGraphs
+from support.models import CASES, BlocksWithin, Body
 from support.training import BOUND, REGIONAL, Case, batch, device
 
 
-class CalledAgain(SeveralGraphs):
-    """Comes back to its first block."""
+class ComesBack(Body):
+    """Calls its first block again. ``checkpointed``: whether it checkpoints blocks reentrantly."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.checkpointed = checkpointed
+
+    def run_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=True) if self.checkpointed else block(x)
 
     def leave(self, x, ids):
-        return super().leave(self.run_block(self.blocks[0], x), ids)
+        return self.run_block(self.blocks[0], x)
 
 
 # The parameters of a model that get hooks.
@@ -196,27 +204,30 @@ def train_where_ranks_skip(case, kind):
     return pair.end()
 
 
-def out_of_turn_with_hook(rank, kind):
+def out_of_turn_with_hook(rank, kind, checkpointed):
     """How many gradients came out of turn in each step. ``rank``: the one with a hook from the second step on."""
     torch.manual_seed(0)
-    pair, hooks, counts = Beside(CalledAgain(), Case(stage=2)), Hooks(), []
+    module, hooks, counts = BlocksWithin(), Hooks(), []
+    module.body = ComesBack(checkpointed)
+    pair = Beside(module, Case(stage=2, config=REGIONAL))
     for step in range(4):
         if dist.get_rank() == rank and step == 1:
             for model in (pair.module, pair.plain):
                 # The last that a graph of the block computes, so that no other waits for it.
-                hooks.add([model.blocks[0].norm.bias], kind)
+                hooks.add([model.body.blocks[0].norm.bias], kind)
         pair.step(batch(step, 0, dist.get_rank(), 4))
         counts.append(gradient_counters(pair.engine)["out_of_turn"])
     check([pair.end()])
     return counts
 
 
-@vary("kind", ["of the gradient", "of the sum"])
 @vary("rank", [0, 1])
-def test_a_block_that_is_called_again_with_a_hook_on_one_rank(ranks, kind, rank):
+# Each of the two checkpoints has a sum of its own, which the hook sees.
+@vary("kind, checkpointed", [("of the gradient", False), ("of the gradient", True), ("of the sum", False)])
+def test_a_block_that_is_called_again_with_a_hook_on_one_rank(ranks, kind, rank, checkpointed):
     """The rank with the hook would send a block's first gradients when others send its last, who send those late."""
-    without = ranks(2).run(out_of_turn_with_hook, None, kind)
-    hooked = ranks(2).run(out_of_turn_with_hook, rank, kind)
+    without = ranks(2).run(out_of_turn_with_hook, None, kind, checkpointed)
+    hooked = ranks(2).run(out_of_turn_with_hook, rank, kind, checkpointed)
     assert hooked[1 - rank] == without[1 - rank]
 
 

@@ -53,7 +53,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
 
     Args:
         holds: whether steps run in a context in which the first two blocks are whole.
-        before: called before each step with its number, and a parameter of the block that is called first.
+        before: called before each step with its number, and the last parameter of the block that is called first.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
     held = [each.up.weight for each in module.body.called[:2]] if holds else []
     for step in range(steps):
         if before is not None:
-            before(step, module.body.called[0].up.weight)
+            before(step, list(module.body.called[0].parameters())[-1])
         with unsharded_parameters(engine, held) if holds else contextlib.nullcontext():
             loss = engine(batch(step, 0, dist.get_rank(), 4))
             engine.backward(loss)
@@ -131,20 +131,24 @@ def drop(parameter):
     parameter.register_post_accumulate_grad_hook(lambda hooked: setattr(hooked, "grad", None))
 
 
-def compare_hooked(order, rank, hook, hooked, bucket):
+def compare_hooked(order, rank, hook, hooked, **case):
     def on_one_rank(step, parameter):
         if step == hooked and dist.get_rank() == rank:
             hook(parameter)
 
-    return compare("all", order, before=on_one_rank, stage=2, bucket=bucket)
+    return compare("all", order, before=on_one_rank, stage=2, **case)
 
 
+@pytest.mark.table
 @vary("order", ["0120", *(pytest.param(each, marks=SLOW) for each in ("00123", "0102030", "0L10"))])
 @vary("rank", [0, 1])
 @vary("hook", [double, drop])
 @vary("bucket", [150, *(pytest.param(each, marks=SLOW) for each in (1, 40))])
 @vary("hooked", [pytest.param(0, marks=SLOW), 1])
-def test_a_hook_on_one_rank_alone(ranks, order, rank, hook, bucket, hooked):
+@vary("checkpointed", [None, True])
+def test_a_hook_on_one_rank_alone(ranks, order, rank, hook, bucket, hooked, checkpointed):
     """That rank would wait for a block while the others, whose buckets are full, wait for its gradients."""
-    for equal, at_rest in ranks(2).run(compare_hooked, order, rank, hook, hooked, bucket):
+    for equal, at_rest in ranks(2).run(
+        compare_hooked, order, rank, hook, hooked, bucket=bucket, checkpointed=checkpointed
+    ):
         assert all(equal) and at_rest >= 4
