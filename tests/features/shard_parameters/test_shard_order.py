@@ -53,7 +53,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
 
     Args:
         holds: whether steps run in a context in which the first two blocks are whole.
-        before: called before each step with its number, and the last parameter of the block that is called first.
+        before: called before each step with its number, and a parameter of the block that is called first.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -67,7 +67,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
     held = [each.up.weight for each in module.body.called[:2]] if holds else []
     for step in range(steps):
         if before is not None:
-            before(step, list(module.body.called[0].parameters())[-1])
+            before(step, module.body.called[0].up.weight)
         with unsharded_parameters(engine, held) if holds else contextlib.nullcontext():
             loss = engine(batch(step, 0, dist.get_rank(), 4))
             engine.backward(loss)
