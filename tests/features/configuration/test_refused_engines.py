@@ -3,6 +3,7 @@
 """Engines that are refused for what they are, or for when ``engine.compile()`` is called."""
 
 import dataclasses
+import os
 from typing import List, NamedTuple, Optional
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
@@ -268,3 +270,45 @@ def test_linear_that_zero_3_has_replaced(ranks):
 
 def name_of_linear():
     return torch.nn.functional.linear.__name__
+
+
+def first_calls():
+    """Makes an engine as a program does that does not set its device. Returns the first call of each kind, in order."""
+    calls, accelerator = [], get_accelerator()
+
+    def noted(function):
+        def call(*args, **kwargs):
+            calls.append(function.__name__)
+            return function(*args, **kwargs)
+
+        return call
+
+    with (
+        mock.patch.object(accelerator, "set_device", noted(accelerator.set_device)),
+        mock.patch.object(torch.distributed, "all_gather_object", noted(torch.distributed.all_gather_object)),
+    ):
+        case = Case(model=SMALL)
+        make_engine(build(case), case).destroy()
+    return list(dict.fromkeys(calls))
+
+
+def test_ranks_compare_errors_on_their_own_devices(ranks):
+    """NCCL refuses tensors of another device, so programs that leave their device to DeepSpeed would not start."""
+    assert ranks(1).run(first_calls) == [["set_device", "all_gather_object"]]
+
+
+def made_from_another_device():
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(torch.distributed.get_world_size() - 1 - torch.distributed.get_rank())
+    case = Case(model=SMALL)
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(before)):
+        engine = make_engine(build(case).cuda(before), case)
+    engine.destroy()
+    return torch.cuda.current_device() == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks that share one have no other device")
+def test_a_program_that_does_not_set_its_device(ranks):
+    """Without ``torch.cuda.set_device()`` all ranks begin on the first GPU."""
+    assert ranks(2).run(made_from_another_device) == [True, True]

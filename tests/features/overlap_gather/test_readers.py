@@ -205,7 +205,7 @@ def load_without_reading(module):
 
 def replace(module):
     for parameter in module.parameters():
-        parameter.data = torch.full(parameter.shape, 0.25)
+        parameter.data = torch.full(parameter.shape, 0.25, device=parameter.device)
     return lambda value: torch.full_like(value, 0.25)
 
 

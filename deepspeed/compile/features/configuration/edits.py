@@ -27,7 +27,7 @@ EDITS = (
         ENGINE,
         "beginning of an engine",
         "        self._do_sanity_check()\n        if self.log_level() is not None:\n",
-        "        self._do_sanity_check()\n        configuration.refuse_at_the_beginning(self, model)\n"
+        "        self._do_sanity_check()\n        configuration.refuse_at_the_beginning(self, model, args)\n"
         "        if self.log_level() is not None:\n",
     ),
     (

@@ -3,7 +3,7 @@
 """The checks of ``deepspeed.initialize()``. DeepSpeed's engine calls them in lines that ``edits.py`` adds to it."""
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
@@ -29,10 +29,11 @@ def is_set_up_by_compile(engine: "DeepSpeedEngine") -> bool:
     )
 
 
-def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
+def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module, args: Any) -> None:
     """Called before anything is changed: checks the configuration, the module and the user's optimizer.
 
     The module is not on the device yet, its parameters have their own dtype, and the optimizer has these parameters.
+    ``args``: those that ``deepspeed.initialize()`` was given, which may name the rank's device.
 
     Raises:
         ValueError: for the first option that cannot be honoured, as ``engine.compile()`` does. Also if ZeRO-3 under
@@ -47,7 +48,9 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
                 "or 2"
             )
     if is_set_up_by_compile(engine):
-        # DeepSpeed does the same next.
+        # DeepSpeed does the same next. Ranks compare errors on the current device, and NCCL refuses the tensors of a
+        # rank whose program has not set it.
+        engine._set_distributed_vars(args)
         engine._set_client_model(module)
         _refuse(engine, _ranks_of_one_model(engine))
 
