@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.gradient.layout import partially_trained_lookalikes
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.registered import partially_trained_lookalikes
 
 from support import training
 from support.beside import Beside, check
