@@ -85,8 +85,9 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         )
         dtype = model.parameters[0].dtype
         group = reducer.add_group(process_group, ranks, laid_out.partition_numel, dtype, meta, False, None)
-        for number, place in enumerate(laid_out.places):
-            reducer.register_parameter(group, str(number), place.parameter, dtype, place.first)
+        for number, pieces in enumerate(laid_out.by_parameter().values()):
+            numbers = [piece.numbers for piece in pieces]
+            reducer.register_parameter(group, str(number), pieces[0].parameter, dtype, numbers)
         reducer.begin_backward(True)
         filling = in_flight = buckets = messages = 0
         for parameter, work in [*zip(reversed(model.parameters), reversed(model.work)), (None, 0)]:

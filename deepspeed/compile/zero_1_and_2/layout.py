@@ -8,7 +8,7 @@ shared out among the ranks of its process group: each rank owns a partition, and
 """
 
 import itertools
-from typing import Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -38,6 +38,11 @@ class Piece(NamedTuple):
     offset: int
     first: int
     numel: int
+
+    @property
+    def numbers(self) -> Tuple[int, int, int, int]:
+        """What the reducer needs: owner, offsets in the parameter and in the partition, elements."""
+        return self.owner, self.source_offset, self.offset, self.numel
 
 
 class ViewSpec(NamedTuple):
@@ -85,11 +90,10 @@ class Layout:
         """Yields the pieces in this rank's partition, in its order."""
         return (piece for piece in self.pieces if piece.owner == self.rank)
 
-    def by_parameter(self) -> Iterator[Tuple[Parameter, List[Piece]]]:
-        """Yields each parameter with its pieces, which ascend."""
-        for _, pieces in itertools.groupby(self.pieces, lambda piece: id(piece.parameter)):
-            found = list(pieces)
-            yield found[0].parameter, found
+    def by_parameter(self) -> Dict[int, List[Piece]]:
+        """Returns id of a parameter -> its pieces, which ascend."""
+        by_id = itertools.groupby(self.pieces, lambda piece: id(piece.parameter))
+        return {identity: list(pieces) for identity, pieces in by_id}
 
     def view_specs(self) -> List[ViewSpec]:
         """Lists the runs that fill this rank's partition: pieces, and the padding between and after them."""

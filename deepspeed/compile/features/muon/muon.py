@@ -85,7 +85,8 @@ def matrices_of(optimizer: "DeepSpeedZeroOptimizer", layouts: List[Layout]) -> D
 
 
 def _matrices(optimizer, layout):
-    for parameter, pieces in layout.by_parameter():
+    for pieces in layout.by_parameter().values():
+        parameter = pieces[0].parameter
         parts = [Part(piece.owner, piece.source_offset, piece.source_offset + piece.numel) for piece in pieces]
         heads = getattr(parameter, "muon_num_heads", None)
         yield Matrix(optimizer.param_names[parameter], parameter.shape, heads, parts)

@@ -117,12 +117,13 @@ def send(
         # In the masters' dtype, averaged gradients lie in one flat tensor.
         flat = dtype == torch.float32
         numel, meta = layout.partition_numel, torch.device("meta")
-        group = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None)
+        group, pieces = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None), layout.by_parameter()
         # A trained reducer expects gradients in the order in which they arrived. A new one expects the reverse of the
         # order in which parameters are registered.
         last = {index: place for place, index in enumerate(arrivals)}
         for index in sorted(range(len(parameters)), key=lambda index: -last.get(index, len(arrivals))):
-            reducer.register_parameter(group, str(index), parameters[index], dtype, layout.places[index].first)
+            numbers = [piece.numbers for piece in pieces[id(parameters[index])]]
+            reducer.register_parameter(group, str(index), parameters[index], dtype, numbers)
         for _ in range(accumulation - 1):
             reducer.begin_backward(stage == 2)
             for index in arrivals:

@@ -139,11 +139,11 @@ def register_parameters(
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,
         )
-        places.update({id(parameter): (group, pieces[0].first) for parameter, pieces in layout.by_parameter()})
+        places.update({identity: (group, pieces) for identity, pieces in layout.by_parameter().items()})
     for parameter in registered_parameters(optimizer):
-        group, offset = places[id(parameter)]
+        group, pieces = places[id(parameter)]
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
-        reducer.register_parameter(group, name, parameter, dtype, offset)
+        reducer.register_parameter(group, name, parameter, dtype, [piece.numbers for piece in pieces])
 
 
 def send_numel(ranks: int) -> int:
