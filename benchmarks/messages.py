@@ -9,7 +9,7 @@ needed.
 """
 
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -18,6 +18,7 @@ from .workload import Shape, build_model
 
 if TYPE_CHECKING:
     from deepspeed.compile.features.overlap_gather.runs import Run
+    from deepspeed.compile.zero_1_and_2.layout import Layout
 
 OUTSIDE = 0
 
@@ -49,8 +50,8 @@ def sizes(shape: Shape) -> Sizes:
     return Sizes(list(model.parameters()), [1 + int(match[1]) if match else OUTSIDE for match in found], work)
 
 
-def layout(model: Sizes, ranks: int) -> Any:
-    """Returns where the parameters lie in the flat tensor of so many ranks, as ``gradient/layout.py`` reads it."""
+def layout(model: Sizes, ranks: int) -> "Layout":
+    """Returns where the parameters lie in the flat tensor and the partitions of so many ranks."""
     from deepspeed.compile.tools.fits.gradients import layout_of
 
     return layout_of(model.parameters, ranks)
@@ -70,7 +71,6 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
     """
     from deepspeed.compile.tools.fits.gradients import one_of
     from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
-    from deepspeed.compile.zero_1_and_2.gradient.layout import flat_layout
     from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
     meta, sent, laid_out = torch.device("meta"), [], layout(model, ranks)
@@ -84,9 +84,10 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
             synchronize_after=False,
         )
         dtype = model.parameters[0].dtype
-        group = reducer.add_group(process_group, ranks, laid_out.partition_size[0], dtype, meta, False, None)
-        for number, (parameter, offset) in enumerate(flat_layout(laid_out, 0)):
-            reducer.register_parameter(group, str(number), parameter, dtype, offset)
+        group = reducer.add_group(process_group, ranks, laid_out.partition_numel, dtype, meta, False, None)
+        for number, pieces in enumerate(laid_out.by_parameter().values()):
+            numbers = [piece.numbers for piece in pieces]
+            reducer.register_parameter(group, str(number), pieces[0].parameter, dtype, numbers)
         reducer.begin_backward(True)
         filling = in_flight = buckets = messages = 0
         for parameter, work in [*zip(reversed(model.parameters), reversed(model.work)), (None, 0)]:
@@ -114,7 +115,7 @@ def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     from deepspeed.compile.features.overlap_gather.runs import runs
 
     laid_out = layout(model, ranks)
-    return [runs(laid_out, unit) for unit in _members(model)]
+    return [runs([laid_out], unit) for unit in _members(model)]
 
 
 def sharded_broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
@@ -127,7 +128,7 @@ def sharded_broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     outside, *blocks = _members(model)
     embedding, *_, head = [parameter for parameter in outside if parameter.dim() > 1]
     laid_out = layout(model, ranks)
-    return [runs(laid_out, unit, parts_alone=True) for unit in ([embedding], *blocks, [head])]
+    return [runs([laid_out], unit, parts_alone=True) for unit in ([embedding], *blocks, [head])]
 
 
 def _members(model):

@@ -443,7 +443,7 @@ def counts(case: Case, of: list[int]) -> str:
     cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
     for ranks in of:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
-        numbers = [layout(case.model, ranks).partition_size[0]]
+        numbers = [layout(case.model, ranks).partition_numel]
         for sent in (now, before):
             numbers += [sum(message.bytes > 0 for message in sent), sum(message.messages for message in sent)]
         numbers.append(sum(map(len, broadcasts(case.model, ranks))))

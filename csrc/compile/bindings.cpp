@@ -124,13 +124,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     }
     m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
-    m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
-        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> pieces;
-        for (const auto& piece : deepcompile::cut_at_partitions(offset, numel, partition_numel)) {
-            pieces.emplace_back(piece.owner, piece.source_offset, piece.target_offset, piece.numel);
-        }
-        return pieces;
-    });
 
     using deepcompile::HandedOver;
     py::class_<HandedOver, std::shared_ptr<HandedOver>>(m, "HandedOver")
@@ -157,7 +150,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("synchronize_after"))
         .def("add_group", &Reducer::add_group, unlocked())
         .def_property_readonly("identity", &Reducer::identity)
-        .def("register_parameter", &Reducer::register_parameter, unlocked())
+        .def(
+            "register_parameter",
+            [](Reducer& reducer,
+               int64_t group,
+               std::string name,
+               at::Tensor parameter,
+               at::ScalarType communication_dtype,
+               const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& numbers) {
+                std::vector<deepcompile::Piece> pieces;
+                for (const auto& [owner, source_offset, target_offset, numel] : numbers) {
+                    pieces.push_back({owner, source_offset, target_offset, numel});
+                }
+                reducer.register_parameter(
+                    group, std::move(name), std::move(parameter), communication_dtype, std::move(pieces));
+            },
+            unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("listen", &Reducer::listen, unlocked())
         .def("abandon_unfinished", &Reducer::abandon_unfinished, unlocked())

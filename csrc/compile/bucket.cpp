@@ -12,7 +12,7 @@
 #include <set>
 #include <unordered_map>
 
-// Gradients on their way to their owners: cut at partitions, packed, sorted by owner, sent, awaited, and bound as the
+// Gradients on their way to their owners: cut into pieces, packed, sorted by owner, sent, awaited, and bound as the
 // averaged gradients of this rank's partition.
 
 namespace deepcompile {
@@ -61,21 +61,6 @@ void write_host_target(const at::Tensor& target, const at::Tensor& arrived, bool
 }
 
 }  // namespace
-
-std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel)
-{
-    std::vector<Piece> pieces;
-    int64_t done = 0;
-    while (done < numel) {
-        const int64_t position = offset + done;
-        const int64_t owner = position / partition_numel;
-        const int64_t target_offset = position - owner * partition_numel;
-        const int64_t length = std::min(numel - done, partition_numel - target_offset);
-        pieces.push_back({owner, done, target_offset, length});
-        done += length;
-    }
-    return pieces;
-}
 
 std::vector<Message> Segment::messages() const
 {

@@ -96,14 +96,16 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
     return static_cast<int64_t>(groups_.size()) - 1;
 }
 
-void Reducer::register_parameter(
-    int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset)
+void Reducer::register_parameter(int64_t group,
+                                 std::string name,
+                                 at::Tensor parameter,
+                                 at::ScalarType communication_dtype,
+                                 std::vector<Piece> pieces)
 {
     std::lock_guard lock(mutex_);
     auto& its_group = groups_.at(group);
     // So every record has a piece. DeepSpeed gives its optimizers no parameter without elements.
     TORCH_CHECK_VALUE(parameter.numel() > 0, "parameter '" + name + "' has no elements, so nobody owns its gradient");
-    auto pieces = cut_at_partitions(offset, parameter.numel(), its_group.partition_numel);
     // A single rank sends nothing, so its gradients need no dtype for sending.
     if (its_group.world() == 1) { communication_dtype = its_group.target_dtype; }
     ParameterRecord record{static_cast<int64_t>(records_.size()),
@@ -113,8 +115,15 @@ void Reducer::register_parameter(
                            communication_dtype,
                            std::move(pieces),
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
-    TORCH_CHECK_VALUE(record.pieces.back().owner < its_group.world(),
-                      record.describe() + " reaches beyond the last partition of its group");
+    int64_t covered = 0;
+    for (const auto& piece : record.pieces) {
+        TORCH_CHECK_VALUE(piece.source_offset == covered && piece.numel > 0 && piece.owner >= 0 &&
+                              piece.owner < its_group.world() && piece.target_offset >= 0 &&
+                              piece.target_offset + piece.numel <= its_group.partition_numel,
+                          record.describe() + " has a piece that lies in no partition of its group");
+        covered += piece.numel;
+    }
+    TORCH_CHECK_VALUE(covered == record.parameter.numel(), record.describe() + " has elements in no partition");
     order_.add_parameter(record.index, its_group.world() > 1);
     its_group.own_pieces +=
         std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {

@@ -4,16 +4,16 @@
 /*
 The life of a gradient under DeepCompile ZeRO-1 and ZeRO-2, in the order in which it happens.
 
-A parameter group of `world` ranks is one flat tensor, cut into `world` partitions of equal size. Rank r
-owns partition r: no other rank needs the averaged gradient of those elements. A parameter is a range of
-the flat tensor and may straddle several partitions.
+The elements of a parameter group are shared out among `world` ranks in `world` partitions of equal size. Rank
+r owns partition r: no other rank needs the averaged gradient of those elements. A parameter is cut into
+pieces, each of which lies in one partition.
 
-  1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory
+  1. Registered empty.  Reducer::register_parameter() notes the pieces of a parameter. No gradient memory
                         exists yet.
   2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
                         send gradients in one SendOrder. A gradient that comes before its turn waits; if
                         more than a bucket waits for gradients that have not even begun to come, the rank sends
-                        zeros for them. In its turn the gradient is cut into pieces at partition boundaries and put
+                        zeros for them. In its turn the gradient is put, piece by piece,
                         into a Bucket. When the bucket is full, each piece is sent to the rank that owns it
                         and to no other rank. Bytes of other owners die with their bucket, when its reduction
                         is over: before the next bucket is sent, or at the end of the backward.
@@ -98,18 +98,15 @@ struct Options {
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
 
-// 1. Registered empty: where a parameter lies. (bucket.cpp)
+// 1. Registered empty: where a parameter lies.
 
-/// The part of one parameter that lies in one partition.
+/// The part of one parameter that lies in one partition. `Layout` in layout.py cuts parameters into pieces.
 struct Piece {
     int64_t owner;          ///< rank in the group's process group
     int64_t source_offset;  ///< elements from the start of the parameter
     int64_t target_offset;  ///< elements from the start of the owner's partition
     int64_t numel;
 };
-
-/// Cuts the range [offset, offset + numel) of a flat tensor at multiples of `partition_numel`.
-std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
 /// This rank's own sum of one parameter's gradients, in the dtype of targets. It adds up micro-batches, or
 /// contributions in one backward. (autograd.cpp)
@@ -536,10 +533,13 @@ public:
                       bool flat,
                       std::optional<at::Tensor> host);
 
-    /// 1. Called once for each parameter by the engine when it compiles. `offset`: elements from the start of the
-    /// group's flat tensor to the parameter.
-    void register_parameter(
-        int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset);
+    /// 1. Called once for each parameter by the engine when it compiles. `pieces`: of the parameter, in its order. They
+    /// have all its elements.
+    void register_parameter(int64_t group,
+                            std::string name,
+                            at::Tensor parameter,
+                            at::ScalarType communication_dtype,
+                            std::vector<Piece> pieces);
 
     /// Called by `BackwardLife.begin()` when a backward starts, and for each further loss of the same backward.
     /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them

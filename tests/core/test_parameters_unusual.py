@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.gradient.layout import partially_trained_lookalikes
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.registered import partially_trained_lookalikes
 
 from support import training
 from support.beside import Beside, check
@@ -196,7 +196,7 @@ def train_without_elements():
     reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
     group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), 8, torch.float32, device(), False, None)
     try:
-        reducer.register_parameter(group, "empty", empty, torch.float32, 0)
+        reducer.register_parameter(group, "empty", empty, torch.float32, [])
     except ValueError as error:
         said.append(str(error))
     reducer.close()

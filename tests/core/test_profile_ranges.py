@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.lifetime import backward, start
+from support.reducers import register
 from support.training import Case, device
 
 ELEMENTS = 12
@@ -29,10 +30,7 @@ def ranges_of_a_backward():
         synchronize_after=False,
     )
     parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(3)]
-    numel = 3 * ELEMENTS // 2
-    group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), numel, torch.float32, device(), False, None)
-    for index, parameter in enumerate(parameters):
-        reducer.register_parameter(group, f"parameter {index}", parameter, torch.float32, index * ELEMENTS)
+    register(reducer, dist.group.WORLD, parameters)
     registrations = torch.tensor([reducer.identity, 0, 1, 2])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         reducer.begin_backward(True)

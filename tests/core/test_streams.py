@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.ids import vary
+from support.reducers import register
 from support.training import (
     BOUND,
     Case,
@@ -242,11 +243,9 @@ def memory_after_a_send_that_failed(numel=2**20):
         synchronize_before=False,
         synchronize_after=False,
     )
-    group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), numel, torch.float32, device(), False, None)
     parameters = [torch.nn.Parameter(torch.zeros(numel, device=device())) for _ in range(2)]
     # Gradients are sent in the reverse of this order, each to the rank of its number.
-    for index, dtype in enumerate((torch.int16, torch.float32)):
-        reducer.register_parameter(group, f"parameter {index}", parameters[index], dtype, index * numel)
+    register(reducer, dist.group.WORLD, parameters, dtypes=(torch.int16, torch.float32))
     registrations = torch.tensor([10**9, 0, 1])
     # NCCL makes its communicator in the first collective.
     dist.all_reduce(torch.zeros(1, device=device()))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
+from support.reducers import register
 from support.training import device
 
 pytestmark = pytest.mark.sanitized
@@ -65,13 +66,7 @@ class Registered:
         )
         self.registrations = torch.tensor([self.reducer.identity, *range(count)])
         self.world = process_group.size()
-        self.numel = -(-count * ELEMENTS // self.world)
-        group = self.reducer.add_group(
-            process_group, process_group.size(), self.numel, torch.float32, device(), flat, None
-        )
-        for index, parameter in enumerate(self.parameters):
-            name = f"parameter {index}"
-            self.reducer.register_parameter(group, name, parameter, torch.float32, index * ELEMENTS)
+        self.numel = register(self.reducer, process_group, self.parameters, flat)
 
     def reduce(self, parameter, value):
         """As a compiled graph does."""

@@ -50,7 +50,7 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     elements = [run.last - run.first for unit in units for run in unit]
     assert 2 * sum(elements) == whole
     assert len(units) == 1 + max(model.units)
-    assert max(elements) <= messages.layout(model, world).partition_size[0]
+    assert max(elements) <= messages.layout(model, world).partition_numel
     sharded = messages.sharded_broadcasts(model, world)
     norm = [parameter for parameter, unit in zip(model.parameters, model.units) if unit == 0 and parameter.dim() == 1]
     assert 2 * sum(run.last - run.first for unit in sharded for run in unit) == whole - norm[0].nbytes

@@ -336,8 +336,8 @@ FAULTS = {
     ),
     "weights swapped by the caller": Fault(
         "a step does not notice that some parameters have other memory than the optimizer has given them",
-        CORE + "gradient/layout.py",
-        {"return all([parameter.data_ptr()": "return any([parameter.data_ptr()"},
+        CORE + "layout.py",
+        {"return all([place.parameter.data_ptr()": "return any([place.parameter.data_ptr()"},
         ("core/test_backwards.py",),
     ),
     "another block called": Fault(

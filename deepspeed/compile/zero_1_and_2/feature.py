@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from .graph.backend import Backend, Frame
+    from .layout import Layout
     from .parameter.gather import AllGather
     from .step.rule import Rule
 
@@ -96,6 +97,7 @@ class SetUpContext(NamedTuple):
     undo: contextlib.ExitStack  # functions that revert the changes of the set-up
     backend: "Backend"  # the engine's backend of torch.compile, to which parts add their changes of graphs
     identity: int  # the engine's number, unique to it and the same on all ranks
+    layouts: List["Layout"]  # where the parameters of each group lie
 
     @property
     def engine(self) -> "DeepSpeedEngine":

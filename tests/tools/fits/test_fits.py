@@ -100,7 +100,7 @@ def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
     case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
     flat = subject_of(type(build(case))).flat
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
-        whole = 2 * 2 * gradients.layout_of(flat, 2).partition_size[0]
+        whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
         bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
         states = estimate.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
         assert held == {"parameters": whole, **states, "gradients": bound}

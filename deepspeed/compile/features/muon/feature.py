@@ -5,6 +5,7 @@
 from typing import Iterator, List
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.layout import layouts_of
 from ...zero_1_and_2.step.rule import Rule, is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 from .stand_in import StandIn
@@ -28,7 +29,7 @@ class Muon(Feature):
         return is_muon(request.engine.optimizer.optimizer)
 
     def __init__(self, context: SetUpContext):
-        optimizer, matrices = context.optimizer, matrices_of(context.optimizer)
+        optimizer, matrices = context.optimizer, matrices_of(context.optimizer, context.layouts)
         if matrices:
             batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
             self.transform = Orthogonalizer(matrices, batch_numel)
@@ -79,7 +80,7 @@ def _unsupported(request):
 
 def _unsupported_matrices(optimizer):
     """Yields a sentence for each parameter that is no matrix, and one if partitions cut too many matrices."""
-    matrices_by_group = matrices_of(optimizer)
+    matrices_by_group = matrices_of(optimizer, layouts_of(optimizer))
     for group, matrices in matrices_by_group.items():
         for matrix in matrices:
             name, shape, heads = matrix.name, matrix.size, matrix.heads
@@ -101,7 +102,7 @@ def _unsupported_matrices(optimizer):
 
 def _clipped_updates(optimizer):
     """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
-    norm = norm_of_updates(matrices_of(optimizer))
+    norm = norm_of_updates(matrices_of(optimizer, layouts_of(optimizer)))
     if 0 < optimizer.clip_grad < norm:
         yield (
             f"gradient_clipping={optimizer.clip_grad} clips the norm of Muon's updates, about {norm:.0f} in every "

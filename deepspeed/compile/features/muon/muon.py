@@ -20,7 +20,7 @@ import torch
 import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.gradient.layout import pieces
+from ...zero_1_and_2.layout import Layout
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -74,22 +74,20 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     return f"{cls.__module__}.{cls.__name__}" == "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
 
 
-def matrices_of(optimizer: "DeepSpeedZeroOptimizer") -> Dict[int, List[Matrix]]:
+def matrices_of(optimizer: "DeepSpeedZeroOptimizer", layouts: List[Layout]) -> Dict[int, List[Matrix]]:
     """Returns the matrices of each parameter group that Muon orthogonalizes, by the group's index, in flat order.
 
     Empty if the optimizer is not DeepSpeed's Muon.
     """
     inner = optimizer.optimizer
     chosen = [index for index, group in enumerate(inner.param_groups) if is_muon(inner) and group["use_muon"]]
-    return {group: list(_matrices(optimizer, group)) for group in chosen}
+    return {group: list(_matrices(optimizer, layouts[group])) for group in chosen}
 
 
-def _matrices(optimizer, group):
-    for _, pieces_of_parameter in itertools.groupby(pieces(optimizer, group), lambda piece: id(piece.parameter)):
-        found = list(pieces_of_parameter)
-        ends = itertools.accumulate(piece.numel for piece in found)
-        parts = [Part(piece.owner, end - piece.numel, end) for piece, end in zip(found, ends, strict=True)]
-        parameter = found[0].parameter
+def _matrices(optimizer, layout):
+    for pieces in layout.by_parameter().values():
+        parameter = pieces[0].parameter
+        parts = [Part(piece.owner, piece.source_offset, piece.source_offset + piece.numel) for piece in pieces]
         heads = getattr(parameter, "muon_num_heads", None)
         yield Matrix(optimizer.param_names[parameter], parameter.shape, heads, parts)
 

@@ -10,7 +10,7 @@ from torch.nn import Module, Parameter
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ...zero_1_and_2.gradient.layout import registered_parameters
+from ...zero_1_and_2.gradient.registered import registered_parameters
 from ..blocks.feature import Blocks, chosen_blocks
 from ..blocks.parameters import by_block
 from .gather import OverlappedGather
@@ -47,7 +47,7 @@ class OverlapGather(Feature):
     def __init__(self, context: SetUpContext):
         blocks, module = context.get(Blocks), context.module
         units = by_block(registered_parameters(context.optimizer), module, blocks.blocks)
-        self.gather = OverlappedGather(context.optimizer, units, _held_by_scripts(module))
+        self.gather = OverlappedGather(context.optimizer, context.layouts, units, _held_by_scripts(module))
         context.undo.enter_context(all_guards())
         context.undo.callback(self._end)
         self._units_of_block: Dict[int, List[int]] = {

@@ -19,7 +19,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.gradient.layout import partition_offset
+from ...zero_1_and_2.layout import Layout, partition
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .arriving import Arrival, can_be_marked, mark, unmark
 from .runs import Run, runs
@@ -48,13 +48,20 @@ class OverlappedGather(AllGather):
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
+        layouts: where its parameters lie.
         units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. The
             owner of each run of a unit sends the run, and all runs of a unit are one group of collectives. A forward
             waits for a whole unit. If units have too many owners, one collective gathers all partitions instead.
         unseen: ids of parameters that C++ code reads without waiting. A step waits for their units.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]], unseen: Container[int] = ()):
+    def __init__(
+        self,
+        optimizer: "DeepSpeedZeroOptimizer",
+        layouts: List[Layout],
+        units: List[List[Parameter]],
+        unseen: Container[int] = (),
+    ):
         super().__init__(optimizer)
         # Weak, because a parameter that is being gathered refers to this object.
         self._parameters = [[weakref.ref(parameter) for parameter in unit] for unit in units]
@@ -64,7 +71,7 @@ class OverlappedGather(AllGather):
             if any(id(parameter) in unseen or not can_be_marked(parameter) for parameter in unit)
         ]
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
-        self._runs = [runs(optimizer, unit) for unit in units]
+        self._runs = [runs(layouts, unit) for unit in units]
         self._broadcasts = broadcasts_pay(self._runs)
         # Number of a unit that is being gathered -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
@@ -82,11 +89,9 @@ class OverlappedGather(AllGather):
         """
         if not self._broadcasts:
             return []
-        optimizer = self._optimizer()
-        rank = dist.get_rank(optimizer.real_dp_process_group[group])
-        begin = partition_offset(optimizer, group)
-        own = [run for run in self._runs[0] if run.group == group and run.owner == rank]
-        return sorted((run.first - begin, run.last - begin) for run in own)
+        layout = self._optimizer()._deepcompile.layouts[group]
+        own = [run for run in self._runs[0] if run.group == group and run.owner == layout.rank]
+        return sorted((run.first - layout.first, run.last - layout.first) for run in own)
 
     def start_first(self) -> None:
         """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
@@ -149,13 +154,9 @@ class OverlappedGather(AllGather):
         """Returns the works of the collectives that gather all partitions, one for each parameter group."""
         optimizer = self._optimizer()
         return [
-            dist.all_gather_into_tensor(
-                flat, partitions[dist.get_rank(process_group)], group=process_group, async_op=True
-            )
-            for flat, partitions, process_group in zip(
-                optimizer.bit16_groups_flat,
-                optimizer.parallel_partitioned_bit16_groups,
-                optimizer.real_dp_process_group,
+            dist.all_gather_into_tensor(flat, partition(optimizer, group), group=process_group, async_op=True)
+            for group, (flat, process_group) in enumerate(
+                zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
             )
             if dist.get_world_size(process_group) > 1
         ]

@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cuts parameters into runs, each of which one rank sends."""
 
-from typing import TYPE_CHECKING, Iterable, List, NamedTuple
+from typing import Iterable, List, NamedTuple
 
 from torch.nn import Parameter
 
-from ...zero_1_and_2.gradient.layout import pieces
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from ...zero_1_and_2.layout import Layout
 
 
 class Run(NamedTuple):
@@ -21,27 +18,27 @@ class Run(NamedTuple):
     owner: int
 
 
-def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter], parts_alone: bool = False) -> List[Run]:
+def runs(layouts: Iterable[Layout], parameters: Iterable[Parameter], parts_alone: bool = False) -> List[Run]:
     """Lists the runs that cover ``parameters``, in the order of the flat tensors.
 
     Adjacent pieces of one owner form one run, which includes the padding between the pieces.
 
-    ``parts_alone``: whether each piece of a parameter that has several owners is a run of its own.
+    ``layouts``: of all parameter groups. ``parts_alone``: whether each piece of a parameter that has several owners is
+    a run of its own.
     """
     wanted, found = {id(parameter) for parameter in parameters}, []
-    for group, size in enumerate(optimizer.partition_size):
+    for group, layout in enumerate(layouts):
         # The run that the next piece extends if the piece has the same owner.
         open_run = None
-        for piece in pieces(optimizer, group):
+        for piece in layout.pieces:
             if id(piece.parameter) not in wanted:
                 open_run = None
                 continue
-            first = piece.owner * int(size) + piece.offset
             is_alone = parts_alone and piece.numel < piece.parameter.numel()
             if open_run is not None and open_run.owner == piece.owner and not is_alone:
-                open_run = found[-1] = open_run._replace(last=first + piece.numel)
+                open_run = found[-1] = open_run._replace(last=piece.first + piece.numel)
             else:
-                open_run = Run(group, first, first + piece.numel, piece.owner)
+                open_run = Run(group, piece.first, piece.first + piece.numel, piece.owner)
                 found.append(open_run)
             open_run = None if is_alone else open_run
     return found

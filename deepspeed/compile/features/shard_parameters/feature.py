@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from ...fixes.timeouts.timeouts import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ...zero_1_and_2.gradient.layout import registered_parameters
+from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks

@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.layout import Layout, Place
 from .partitions import OwnedShard
 from .private_torch import become
 
@@ -108,18 +109,19 @@ class _Cutting(DeepSpeedZeroOptimizer):
         dtype = functools.reduce(torch.promote_types, (values(parameter).dtype for parameter in parameters))
         shapes = [values(parameter).shape for parameter in parameters]
         offsets = self.round_robin_bit16_offsets[group]
-        spans = [(first, first + shape.numel()) for first, shape in zip(offsets, shapes, strict=True)]
-        numel = -(-spans[-1][1] // alignment) * alignment
-        size = numel // world
-        home = OwnedShard(range(rank * size, (rank + 1) * size), spans, dtype.itemsize)
+        places = [
+            Place(parameter, first, shape.numel()) for parameter, first, shape in zip(parameters, offsets, shapes)
+        ]
+        layout = Layout(places, world, rank, alignment // world)
+        home = OwnedShard(layout, dtype.itemsize)
         self.own_partitions[group] = home.allocate(dtype, device)
         # What is read of a parameter before it is sharded is no number.
-        flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(numel)
-        for parameter, shape, (first, last) in zip(parameters, shapes, spans, strict=True):
+        flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(world * layout.partition_numel)
+        for (parameter, first, numel), shape in zip(places, shapes, strict=True):
             if rank == 0:
                 sent = values(parameter).to(device, dtype).reshape(-1)
             else:
-                sent = torch.empty(last - first, dtype=dtype, device=device)
+                sent = torch.empty(numel, dtype=dtype, device=device)
             with collective(PURPOSE):
                 dist.broadcast(sent.view(torch.uint8), src=source, group=process_group)
             home.write(first, sent)

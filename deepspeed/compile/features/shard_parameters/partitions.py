@@ -9,14 +9,14 @@ that tensor always. If a parameter has several owners, each of them has memory f
 
 import bisect
 import weakref
-from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
+from ...zero_1_and_2.layout import Layout, layouts_of, partition
 from ..overlap_gather.runs import runs
 from .places import TensorSlot, begin_of, note_storage
 from .private_torch import address_of
@@ -38,34 +38,26 @@ class OwnedShard:
     """The parameters of one group that lie on this rank always: those of which it owns anything.
 
     Args:
-        partition: elements of the flat tensor that this rank owns.
-        spans: elements [first, last) of the flat tensor in which each parameter of the group lies.
+        layout: of the group.
         size: bytes of an element.
 
     Attributes:
-        partition: as above.
+        partition: elements of the flat tensor that this rank owns.
         extent: these, and the rest of parameters that have other owners too.
         size: as above.
         memory: of ``extent``, as bytes. None before :meth:`allocate` or :meth:`take_over`.
     """
 
-    def __init__(self, partition: range, spans: Iterable[Tuple[int, int]], size: int):
-        self.partition, self.size = partition, size
+    def __init__(self, layout: Layout, size: int):
+        self.partition, self.size = range(layout.first, layout.first + layout.partition_numel), size
+        spans = ((place.first, place.first + place.numel) for place in layout.places)
         inside = [span for span in spans if self.has_any(*span)]
         self.extent = range(
-            min([partition.start, *(first for first, _ in inside)]),
-            max([partition.stop, *(last for _, last in inside)]),
+            min([self.partition.start, *(first for first, _ in inside)]),
+            max([self.partition.stop, *(last for _, last in inside)]),
         )
         self.memory: Optional[torch.Tensor] = None
         self._places: List[TensorSlot] = []  # in order
-
-    @classmethod
-    def of(cls, optimizer: "DeepSpeedZeroOptimizer", group: int) -> "OwnedShard":
-        """Returns the home of a parameter group of an optimizer."""
-        first = partition_offset(optimizer, group)
-        spans = [(first, first + parameter.numel()) for parameter, first in flat_layout(optimizer, group)]
-        size = optimizer.bit16_groups_flat[group].element_size()
-        return cls(range(first, first + int(optimizer.partition_size[group])), spans, size)
 
     def has_any(self, first: int, last: int) -> bool:
         """Whether this rank owns any of the elements [first, last)."""
@@ -136,7 +128,8 @@ class Partitions:
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
         self._optimizer = weakref.ref(optimizer)
         self._own: List[torch.Tensor] = []
-        self.homes = [OwnedShard.of(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
+        groups = zip(layouts_of(optimizer), optimizer.bit16_groups_flat, strict=True)
+        self.homes = [OwnedShard(layout, flat.element_size()) for layout, flat in groups]
 
     def take_over(self) -> None:
         """Copies what lies here into tensors of their own."""
@@ -156,9 +149,9 @@ class Partitions:
 
     def link(self) -> None:
         """Has what the base links with parameters be this rank's part of them."""
-        for group, own in enumerate(self._own):
-            for parameter, _ in flat_layout(self._optimizer(), group):
-                mapping = getattr(parameter, "_hp_mapping", None)
+        for layout, own in zip(layouts_of(self._optimizer()), self._own, strict=True):
+            for place in layout.places:
+                mapping = getattr(place.parameter, "_hp_mapping", None)
                 if mapping is not None:
                     address = mapping.get_hp_fragment_address()
                     mapping.lp_fragment = own.narrow(0, address.start, address.numel)
@@ -196,10 +189,11 @@ class TrainedPart:
         begin: int,
     ):
         self._homes = partitions.homes
+        layouts = layouts_of(optimizer)
         self.end = begin
         self._messages: List[_Message] = []
         before = None
-        for group, first, last, owner in runs(optimizer, [*parameters.values()], parts_alone=True):
+        for group, first, last, owner in runs(layouts, [*parameters.values()], parts_alone=True):
             home, place = self._homes[group], None
             # Another owner's part of a parameter of which this rank has a part lies there too.
             if not (home.extent.start <= first and last <= home.extent.stop):
@@ -211,15 +205,15 @@ class TrainedPart:
                 self.end = place + (last - first) * home.size
             before = _Message(group, owner, first, last, place)
             self._messages.append(before)
-        self.places = [*self._places(optimizer, {id(parameter): name for name, parameter in parameters.items()})]
+        self.places = [*self._places(layouts, {id(parameter): name for name, parameter in parameters.items()})]
 
-    def _places(self, optimizer, names) -> Iterator[TensorSlot]:
-        for group, home in enumerate(self._homes):
-            for parameter, first in flat_layout(optimizer, group):
+    def _places(self, layouts, names) -> Iterator[TensorSlot]:
+        for group, (home, layout) in enumerate(zip(self._homes, layouts, strict=True)):
+            for parameter, first, numel in layout.places:
                 name = names.get(id(parameter))
                 if name is None:
                     continue
-                last = first + parameter.numel()
+                last = first + numel
                 if home.has_any(first, last):
                     yield TensorSlot(name, parameter, *home.span(first, last), home, is_trained=True)
                 else:

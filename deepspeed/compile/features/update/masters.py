@@ -28,7 +28,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.gradient.layout import partition, partition_offset
+from ...zero_1_and_2.layout import layouts_of, partition
 from ...zero_1_and_2.parameter.gather import AllGather
 from .remainders import join, split
 
@@ -97,7 +97,7 @@ class Masters:
             return partition(optimizer, group)
         # While parameters are on the host, the base has no list of partitions.
         numel = self.remainders[group].numel()
-        return optimizer.bit16_groups_flat[group].data.narrow(0, partition_offset(optimizer, group), numel)
+        return optimizer.bit16_groups_flat[group].data.narrow(0, layouts_of(optimizer)[group].first, numel)
 
     @contextlib.contextmanager
     def read_on_host(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.gradient.layout import partition_offset
+from ...zero_1_and_2.layout import layouts_of
 from .blockwise import (
     FORM,
     SIGNED,
@@ -53,9 +53,10 @@ class StatesOfAdam:
         inner = state_dict[BASE_OPTIMIZER_STATE]
         # An elastic checkpoint has a list instead, and no 8-bit states.
         if isinstance(inner, dict):
+            layouts = layouts_of(optimizer)
             # Torch keeps the key of a state that belongs to no parameter.
             states = {
-                index: saved(entry, partition_offset(optimizer, index)) if is_blockwise(entry) else entry
+                index: saved(entry, layouts[index].first) if is_blockwise(entry) else entry
                 for index, entry in inner["state"].items()
             }
             state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
@@ -63,19 +64,19 @@ class StatesOfAdam:
 
     def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Raises ValueError if loaded states cannot be converted to this form."""
-        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        for layout, master in zip(layouts_of(optimizer), optimizer.single_partition_of_fp32_groups, strict=True):
             states = optimizer.optimizer.state.get(master, {})
             if is_blockwise(states):
-                refuse_other_partitions(states, partition_offset(optimizer, group), master.numel())
+                refuse_other_partitions(states, layout.first, master.numel())
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Converts loaded states to the form that the optimizer keeps."""
-        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-            states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
+        for layout, master in zip(layouts_of(optimizer), optimizer.single_partition_of_fp32_groups, strict=True):
+            states = optimizer.optimizer.state.get(master, {})
             if self._in_8_bits and has_moments(states):
-                to_blocks(states, offset, master)
+                to_blocks(states, layout.first, master)
             elif not self._in_8_bits and is_blockwise(states):
-                to_fp32(states, offset, master.numel())
+                to_fp32(states, layout.first, master.numel())
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
@@ -86,7 +87,7 @@ class StatesOfAdam:
             states = optimizer.optimizer.state.get(master, {})
             if not is_blockwise(states):
                 continue
-            before = partition_offset(optimizer, group) % BLOCK
+            before = layouts_of(optimizer)[group].first % BLOCK
             for parameter in optimizer.bit16_groups[group]:
                 if parameter._hp_mapping is not None:
                     address = parameter._hp_mapping.get_hp_fragment_address()

@@ -21,7 +21,6 @@ from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
 from ...features.shard_parameters.whole_units import MOST_GATHERED
 from ...features.update.blockwise import SIGNED, count_of_blocks
 from ...features.update.dynamic_map import BLOCK
-from ...zero_1_and_2.gradient.layout import pieces
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
@@ -368,12 +367,13 @@ def _with_what_fits(subject, mode, question):
 
 def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
     """Returns the bytes of a rank's masters and moments."""
-    numel = layout_of(flat, ranks).partition_size[0]
+    layout = layout_of(flat, ranks, rank)
+    numel = layout.partition_numel
     if mode.offload:
         return {"masters": 0, "moments": 0}
     moments = 2 * _FP32 * numel
     if mode.eight_bit:
-        moments = len(SIGNED) * count_of_blocks(rank * numel, numel) * (BLOCK + _FP32)
+        moments = len(SIGNED) * count_of_blocks(layout.first, numel) * (BLOCK + _FP32)
     return {"masters": (_REMAINDER if mode.remainders else _FP32) * numel, "moments": moments}
 
 
@@ -386,14 +386,14 @@ def _parameters(subject, mode, ranks, rank):
 
     The list has parameters that are read before the blocks, those of each block, and those read after the blocks.
     """
-    layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
-    whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
+    layout, size = layout_of(subject.flat, ranks, rank), subject.flat[0].element_size()
+    whole, frozen = layout.partition_numel * ranks * size, sum(subject.frozen_of_blocks)
     if mode.shard_parameters is None or ranks == 1:
         return whole + subject.frozen, []
     always = whole + subject.frozen - frozen + frozen // ranks
     if mode.shard_parameters == "frozen":
         return always, [0, *subject.frozen_of_blocks, 0]
-    here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
+    here = {id(piece.parameter) for piece in layout.own_pieces()}
     elsewhere = [{parameter for parameter in unit if id(parameter) not in here} for unit in subject.trained_of_units]
     trained_bytes = [sum(map(_bytes_of, unit)) for unit in elsewhere]
     away = [sum(both) for both in zip(trained_bytes, (0, *subject.frozen_of_blocks, 0), strict=True)]
@@ -434,7 +434,7 @@ def _of_fork(subject, mode, activations, question, rank):
     }
     line, at_rest = _line_of(subject, mode), sum(parts.values())
     if activations is None:
-        bound = 0 if mode.offload else layout_of(flat, ranks).partition_size[0] * flat[0].element_size()
+        bound = 0 if mode.offload else layout_of(flat, ranks).partition_numel * flat[0].element_size()
         step = at_rest + bound
         return Row(mode, line, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}

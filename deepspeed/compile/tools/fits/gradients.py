@@ -7,16 +7,15 @@ The native reducer itself counts the gradients: it gets tensors without memory, 
 
 import contextlib
 import itertools
-from types import SimpleNamespace
-from typing import Any, Iterator, List, NamedTuple, Sequence
+from typing import Iterator, List, NamedTuple, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ...zero_1_and_2.engine.set_up import send_numel
-from ...zero_1_and_2.gradient.layout import flat_layout, pieces
 from ...zero_1_and_2.gradient.native import reducer_module
+from ...zero_1_and_2.layout import Layout, Place
 from ...zero_1_and_2.step.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
 from .modes import Question
 
@@ -24,14 +23,11 @@ from .modes import Question
 ALIGNMENT = 2
 
 
-def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Any:
-    """Returns the attributes of a ZeRO-1/2 optimizer with one parameter group that the layout and the gathers read."""
-    ends = list(itertools.accumulate(parameter.numel() for parameter in parameters))
-    return SimpleNamespace(
-        round_robin_bit16_groups=[list(parameters)],
-        round_robin_bit16_offsets=[[0, *ends][: len(parameters)]],
-        partition_size=[-(-(ends[-1] if ends else 0) // (ranks * ALIGNMENT)) * ALIGNMENT],
-    )
+def layout_of(parameters: Sequence[Parameter], ranks: int, rank: int = 0) -> Layout:
+    """Returns the layout of one parameter group with these parameters."""
+    firsts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
+    places = [Place(parameter, first, parameter.numel()) for parameter, first in zip(parameters, firsts)]
+    return Layout(places, ranks, rank, ALIGNMENT)
 
 
 @contextlib.contextmanager
@@ -94,7 +90,7 @@ def send(
         native = reducer_module()
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    laid_out, dtype = layout_of(parameters, ranks), parameters[0].dtype
+    layout, dtype = layout_of(parameters, ranks), parameters[0].dtype
 
     def bound() -> int:
         return 0 if on_host else reducer.counters()["bound"]
@@ -120,14 +116,14 @@ def send(
         )
         # In the masters' dtype, averaged gradients lie in one flat tensor.
         flat = dtype == torch.float32
-        numel, meta = laid_out.partition_size[0], torch.device("meta")
-        group = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None)
-        offsets = [offset for _, offset in flat_layout(laid_out, 0)]
+        numel, meta = layout.partition_numel, torch.device("meta")
+        group, pieces = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None), layout.by_parameter()
         # A trained reducer expects gradients in the order in which they arrived. A new one expects the reverse of the
         # order in which parameters are registered.
         last = {index: place for place, index in enumerate(arrivals)}
         for index in sorted(range(len(parameters)), key=lambda index: -last.get(index, len(arrivals))):
-            reducer.register_parameter(group, str(index), parameters[index], dtype, offsets[index])
+            numbers = [piece.numbers for piece in pieces[id(parameters[index])]]
+            reducer.register_parameter(group, str(index), parameters[index], dtype, numbers)
         for _ in range(accumulation - 1):
             reducer.begin_backward(stage == 2)
             for index in arrivals:
@@ -143,7 +139,7 @@ def send(
     return found
 
 
-def gathered_in_step(parameters: Sequence[torch.Tensor], ranks: int, rank: int) -> int:
+def gathered_in_step(parameters: Sequence[Parameter], ranks: int, rank: int) -> int:
     """Returns the bytes of the copy in which the update reads a rank's small gradients together."""
-    owned = [piece.numel for piece in pieces(layout_of(parameters, ranks), 0) if piece.owner == rank]
+    owned = [piece.numel for piece in layout_of(parameters, ranks, rank).own_pieces()]
     return min(sum(numel for numel in owned if numel < IN_PLACE_NUMEL), GATHERED_NUMEL) * parameters[0].element_size()

@@ -12,9 +12,10 @@ from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective, every_rank_raises
 from ..feature import Feature, Request, SetUpContext, classes, overriding
-from ..gradient.layout import flat_layout, partially_trained_lookalikes, registered_parameters
 from ..gradient.native import Reducer, reducer_module
+from ..gradient.registered import partially_trained_lookalikes, registered_parameters
 from ..graph.backend import Backend
+from ..layout import Layout, layouts_of
 from ..messages import warn
 from ..own_thread import in_own_thread
 from ..parameter.host_memory import HostMemory
@@ -82,16 +83,17 @@ def _set_up(request):
             if left:
                 warn(LEFT.format(len(left)))
             graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity, left)
+            layouts = layouts_of(optimizer)
             # Each part finds the parts before it in this list.
             features: List[Feature] = []
             for cls in classes():
                 if cls.is_wanted(request):
-                    features.append(cls(SetUpContext(request, features, undo, graphs, identity)))
+                    features.append(cls(SetUpContext(request, features, undo, graphs, identity, layouts)))
             graphs.around_compile = overriding(features, "around_compile")
             placement = HostMemory() if optimizer.cpu_offload else Placement()
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
-            register_parameters(engine, reducer, placement)
-            deepcompile = EngineState(engine, reducer, features, placement)
+            register_parameters(engine, reducer, placement, layouts)
+            deepcompile = EngineState(engine, reducer, features, placement, layouts)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because attach() frees memory and hooks that the engine needs to train without DeepCompile.
@@ -116,17 +118,19 @@ def make_reducer(request: Request, identity: int) -> Reducer:
     )
 
 
-def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:
+def register_parameters(
+    engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement, layouts: List[Layout]
+) -> None:
     """Registers each parameter with a reducer, and the memory for its gradients. Allocates no device memory."""
     optimizer, places = engine.optimizer, {}
     # As the base divides: the ranks of one sequence compute parts of one loss, whose gradients add up.
     divisor = dist.get_world_size(optimizer.dp_process_group) / optimizer.sequence_parallel_size
-    for group, process_group in enumerate(optimizer.real_dp_process_group):
-        host = placement.gradients(optimizer, group)
+    for group, (layout, process_group) in enumerate(zip(layouts, optimizer.real_dp_process_group, strict=True)):
+        host = placement.gradients(optimizer, group, layout.partition_numel)
         reducer.add_group(
             process_group or dist.get_world_group(),
             divisor,
-            int(optimizer.partition_size[group]),
+            layout.partition_numel,
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
             # Whether the targets lie in one flat tensor. In the master weights' dtype they do: the step takes that
@@ -135,11 +139,11 @@ def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: 
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,
         )
-        places.update({id(parameter): (group, offset) for parameter, offset in flat_layout(optimizer, group)})
+        places.update({identity: (group, pieces) for identity, pieces in layout.by_parameter().items()})
     for parameter in registered_parameters(optimizer):
-        group, offset = places[id(parameter)]
+        group, pieces = places[id(parameter)]
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
-        reducer.register_parameter(group, name, parameter, dtype, offset)
+        reducer.register_parameter(group, name, parameter, dtype, [piece.numbers for piece in pieces])
 
 
 def send_numel(ranks: int) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Collection, List, Optional, Type
 from ..feature import Feature, Part, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
 from ..gradient.native import Reducer
+from ..layout import Layout
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
 from ..step.interrupted import InterruptedStep
@@ -23,12 +24,21 @@ if TYPE_CHECKING:
 class EngineState:
     """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer has it as ``_deepcompile``."""
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, features: List[Feature], placement: Placement):
+    def __init__(
+        self,
+        engine: "DeepSpeedEngine",
+        reducer: Reducer,
+        features: List[Feature],
+        placement: Placement,
+        layouts: List[Layout],
+    ):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
         self.features = features
         self.placement = placement
-        self.backward = BackwardLife(engine, reducer, self.placement)
+        # Where the parameters of each group lie.
+        self.layouts = layouts
+        self.backward = BackwardLife(engine, reducer, self.placement, layouts)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         self.rules = rules_of(features)

@@ -16,8 +16,8 @@ import torch
 
 from deepspeed.utils import logger
 
+from ..layout import Layout
 from ..parameter.placement import Placement
-from .layout import view_specs
 from .native import Reducer
 from .views import PartitionViews
 
@@ -48,13 +48,13 @@ class BackwardLife:
     thread of autograd that drops the backward's graph. This object asks the reducer whenever the engine is called.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement, layouts: List[Layout]):
         optimizer = engine.optimizer
         self._engine = weakref.ref(engine)
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._placement = placement
-        self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
+        self._view_specs = [layout.view_specs() for layout in layouts]
         self._step = _Step()
         # The views in `averaged_gradients`, by parameter group. Empty between steps.
         self._handed_over: List[PartitionViews] = []

@@ -49,7 +49,12 @@ class Reducer(Protocol):
     ) -> int: ...
 
     def register_parameter(
-        self, group: int, name: str, parameter: torch.Tensor, communication_dtype: torch.dtype, offset: int
+        self,
+        group: int,
+        name: str,
+        parameter: torch.Tensor,
+        communication_dtype: torch.dtype,
+        pieces: List[Tuple[int, int, int, int]],
     ) -> None: ...
 
     @property
@@ -82,7 +87,6 @@ class NativeModule(Protocol):
     ) -> torch.Tensor: ...
     def leads_to_compiled_code(self) -> bool: ...
     def could_not(self, purpose: str, reason: str) -> str: ...
-    def cut_at_partitions(self, offset: int, numel: int, partition_numel: int) -> List[Tuple[int, int, int, int]]: ...
 
 
 @functools.lru_cache(maxsize=1)

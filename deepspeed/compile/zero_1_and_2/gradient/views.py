@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
-from .layout import ViewSpec
+from ..layout import ViewSpec
 from .native import HandedOver
 
 
@@ -37,8 +37,8 @@ class PartitionViews(list):
 
     Args:
         handed_over: the targets by their offset in the partition, in elements, each 1-D in the gradient accumulation
-            dtype, and the 1-D tensor of ``partition_size`` elements in which all targets lie, if they share one.
-        specs: what ``view_specs()`` in ``layout.py`` returned for the group.
+            dtype, and the 1-D tensor of ``partition_numel`` elements in which all targets lie, if they share one.
+        specs: what ``Layout.view_specs()`` returned for the group.
         padding: a tensor without elements, in the dtype of the targets and on their device.
         release: a function that makes the reducer forget the targets.
         is_fixed: whether targets must not move. They lie in host memory then, which the step overwrites with new

@@ -14,7 +14,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from ..gradient.layout import partition
+from ..layout import partition
 from .placement import Placement
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class HostMemory(Placement):
 
     on_host = True
 
-    def gradients(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> Optional[torch.Tensor]:
+    def gradients(
+        self, optimizer: "DeepSpeedZeroOptimizer", group: int, partition_numel: int
+    ) -> Optional[torch.Tensor]:
         """Returns host memory, pinned if ``pin_memory`` says so.
 
         The caller must keep the returned tensor: DeepSpeed may unpin its memory when the tensor is gone.
@@ -38,14 +40,14 @@ class HostMemory(Placement):
         for tensor in (self.new_parameters(optimizer, group), _master(optimizer, group).grad):
             if tensor is not None and tensor.dtype == dtype:
                 return tensor
-        numel, pinned = int(optimizer.partition_size[group]), optimizer.cpu_offload_pin_memory
+        pinned = optimizer.cpu_offload_pin_memory
         try:
             # Name the device: the caller may have changed torch's default device.
             make = get_accelerator().pin_empty if pinned else torch.empty
-            return make(numel, dtype=dtype, device="cpu")
+            return make(partition_numel, dtype=dtype, device="cpu")
         except RuntimeError as error:
             raise RuntimeError(
-                f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
+                f"zero_optimization.offload_optimizer: {partition_numel * dtype.itemsize / 2**30:.1f} GiB of "
                 f"{'pinned ' if pinned else ''}host memory for gradients could not be allocated; use more ranks"
                 f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
             ) from error

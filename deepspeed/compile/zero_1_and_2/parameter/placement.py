@@ -9,8 +9,8 @@ import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ..gradient.layout import partition
 from ..gradient.views import PartitionViews
+from ..layout import partition
 
 
 class Placement:
@@ -22,12 +22,12 @@ class Placement:
     # Whether gradients lie in host memory, and the step writes new parameters over them.
     on_host = False
 
-    def gradients(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> Optional[torch.Tensor]:
+    def gradients(self, optimizer: DeepSpeedZeroOptimizer, group: int, partition_numel: int) -> Optional[torch.Tensor]:
         """Called once for each parameter group when an engine is set up.
 
         Returns:
-            Host memory for the gradients of this rank's partition, 1-D, of ``partition_size`` elements in the gradient
-            accumulation dtype, or None for memory of the reducer.
+            Host memory for the gradients of this rank's partition, 1-D, of ``partition_numel`` elements in the
+            gradient accumulation dtype, or None for memory of the reducer.
 
         Raises:
             RuntimeError: if the memory cannot be allocated.

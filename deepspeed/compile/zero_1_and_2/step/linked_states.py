@@ -13,8 +13,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import tensor_fragment
 
-from ..gradient.layout import pieces
-
 
 def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
     """Yields the base's links of parameters for ``safe_get_full_*``. A parameter need not have one."""
@@ -48,7 +46,7 @@ class LinkedStates:
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
             # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
-            spans = [(piece.offset, piece.numel) for piece in pieces(optimizer, group)]
+            spans = [(piece.offset, piece.numel) for piece in optimizer._deepcompile.layouts[group].pieces]
             state = optimizer.optimizer.state[master].items()
             can_be_linked = group not in optimizer._deepcompile.transformed
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}

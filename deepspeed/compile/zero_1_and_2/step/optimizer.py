@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..engine.state import EngineState
-from ..gradient.layout import partition, registered_parameters
+from ..gradient.registered import registered_parameters
+from ..layout import partition
 from . import step
 from .linked_states import links_of
 

@@ -10,7 +10,6 @@ import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer
 
-from ..gradient.layout import partition_offset
 from .authors import runs_unpatched_step
 from .own_step import WholeStep
 from .partition_gradient import PartitionGradient
@@ -41,7 +40,7 @@ class StepOfGroups:
         return Partition(
             optimizer.optimizer,
             group,
-            partition_offset(optimizer, group),
+            optimizer._deepcompile.layouts[group].first,
             self.factors[group],
             optimizer.gradient_accumulation_dtype,
             optimizer._deepcompile.placement.new_parameters(optimizer, group),

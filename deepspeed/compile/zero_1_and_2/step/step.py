@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     DeepSpeedZeroOptimizer,
 )
 
-from ..gradient.layout import lies_in_flat_tensor
+from ..layout import lies_in_flat_tensor
 from .norm import factors_of, global_norm, overflowed
 from .partitions import StepOfGroups, timed
 
