@@ -259,12 +259,12 @@ def test_instances_have_the_attributes():
 def test_methods_of_the_mixins_override_some_of_the_base():
     """The base would call a method under a new name, and ours would not run."""
     from deepspeed.compile.features.shard_parameters.feature import GathersInBackward
-    from deepspeed.compile.features.update.feature import SavesStates
+    from deepspeed.compile.features.update.feature import FormOfStates
     from deepspeed.compile.features.update.masters_in_optimizer import RemaindersOfParameters
     from deepspeed.compile.zero_1_and_2.step.optimizer import StepLocalGradients
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    mixins = StepLocalGradients, SavesStates, RemaindersOfParameters, GathersInBackward
+    mixins = StepLocalGradients, FormOfStates, RemaindersOfParameters, GathersInBackward
     for name in (name for mixin in mixins for name in vars(mixin)):
         assert name.startswith("__") or hasattr(DeepSpeedZeroOptimizer, name), f"the base no longer has {name}"
 

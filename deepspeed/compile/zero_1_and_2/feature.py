@@ -17,7 +17,6 @@ from typing import (
     Any,
     Callable,
     Collection,
-    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -158,12 +157,6 @@ class Feature:
         """Whether to make this part for an engine."""
         return True
 
-    @classmethod
-    def needs_blocks(cls, request: Request) -> Optional[str]:
-        """Returns the beginning of the error for a model without blocks, if the user asks for a part that works on
-        blocks, or None. Blocks then become graphs even where a model calls its blocks itself."""
-        return None
-
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, context: SetUpContext):
@@ -171,7 +164,9 @@ class Feature:
         It must not call a collective, which a rank would miss whose set-up has raised."""
 
     def commit(self) -> None:
-        """Called after all parts are made and before the optimizer is changed: makes changes that stay."""
+        """Called on every rank when all ranks have made their parts and the optimizer has their methods. Makes changes
+        that stay. Where it may raise on one rank, ranks compare errors (``every_rank_raises``), at the latest before
+        its first collective."""
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
@@ -179,12 +174,6 @@ class Feature:
         """Returns a function that runs a frame's graph. ``compiled()`` compiles the graph, around which later parts
         have put their own code."""
         return compiled()
-
-    # Forwards -------------------------------------------------------------------------------------------------------
-
-    def around_forward(self, training: bool) -> ContextManager:
-        """Returns the context of a forward of the engine. ``training``: whether its module is in training mode."""
-        return contextlib.nullcontext()
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
@@ -208,13 +197,6 @@ class Feature:
         If no rule serves a partition, the optimizer steps the whole partition.
         """
         return others
-
-    def link_states(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called after parameters were linked with the states that have the shape of the master weights. Links the
-        states that this part keeps in a form of its own."""
-
-    def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when the optimizer has the methods of all parts, after every :meth:`commit`."""
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

@@ -116,12 +116,12 @@ REFUSED = {
     ),
     "sharded without blocks": Refusal(
         {"shard_parameters": "all", "regional_compilation": False},
-        "compile.shard_parameters needs blocks whose parameters are gathered; set compile.regional_compilation to ",
+        "compile.shard_parameters works on blocks; set compile.regional_compilation to ",
         [{"shard_parameters": "all", **BLOCKS}, {"shard_parameters": "all"}, {"regional_compilation": False}],
     ),
     "overlapped without blocks": Refusal(
         {"overlap_param_gather": True, "regional_compilation": False},
-        "compile.overlap_param_gather needs blocks that wait for their parameters; set compile.regional_compilation ",
+        "compile.overlap_param_gather works on blocks; set compile.regional_compilation ",
         [{"overlap_param_gather": True, **BLOCKS}, {"overlap_param_gather": True}, {"regional_compilation": False}],
     ),
     "kept and not sharded": Refusal(
@@ -213,7 +213,7 @@ REFUSED = {
 @pytest.mark.follows(
     "is no number of blocks; set it to one, which may be 0",
     'compile.shard_frozen is shard_parameters now; set it to "frozen"',
-    "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
+    "works on blocks; set compile.regional_compilation to true",
     "that compile.shard_parameters shards stay whole; set that too",
     "{} is not an option; {}: {}",
     "use one of these names",
@@ -222,7 +222,6 @@ REFUSED = {
     "names no classes; name some, or set it to true or false",
     "not with compile.passes={}; leave one of them out",
     "{}{} does not fit; set it to {}{}",
-    "needs blocks that wait for their parameters; set compile.regional_compilation to true",
 )
 @pytest.mark.quick
 @vary("name", REFUSED)

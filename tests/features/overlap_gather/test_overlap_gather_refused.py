@@ -10,7 +10,7 @@ from support.refusals import Refusal, check_refused
 # By the name under which docs/options.md has them.
 REFUSED = {
     "compile.overlap_param_gather": Refusal(
-        "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
+        "compile.overlap_param_gather works on blocks, and the model is compiled as a "
         "whole, because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, "
         "or leave this out",
         config={"compile": {"overlap_param_gather": True}},

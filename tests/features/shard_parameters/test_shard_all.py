@@ -15,7 +15,13 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
+from deepspeed.compile.features.shard_parameters import (
+    feature,
+    unit,
+    unit_memory,
+    unsharded_parameters,
+    whole_units,
+)
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -31,6 +37,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
+from support.faults import Injected
 from support.frozen import HIDING, MODELS, WIDTH, Adapted, AdaptedBlock, Body, beside_whole, late, model_of, trained_on
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
@@ -184,6 +191,20 @@ def test_parameters_without_elements(ranks):
     """A parameter of which nobody owns anything would have no place, or stand at rest where nothing gathers it."""
     for equal, _ in ranks(2).run(compare, "without elements", stage=2, steps=2):
         assert equal == [True, True, True]
+
+
+def shard_on_one_rank_alone(rank):
+    broken = mock.patch.object(unit_memory.UnitMemory, "take_in", side_effect=Injected("no memory"))
+    with broken if dist.get_rank() == rank else contextlib.nullcontext():
+        return outcome(make, "plain", SHARDED)
+
+
+@vary("rank", [0, 1])
+def test_a_rank_that_cannot_shard(ranks, rank):
+    """The other rank would wait in a gather for a rank that has raised."""
+    answers = ranks(2).run(shard_on_one_rank_alone, rank, timeout=60)
+    assert answers[rank] == "Injected: no memory"
+    assert f"rank {rank} could not shard parameters, so no rank goes on" in answers[1 - rank]
 
 
 @SLOW

@@ -10,7 +10,7 @@ from support.refusals import Refusal, check_refused
 # By the name under which docs/options.md has them.
 REFUSED = {
     "compile.shard_parameters": Refusal(
-        "compile.shard_parameters needs blocks whose parameters are gathered, and the model is compiled as a whole, "
+        "compile.shard_parameters works on blocks, and the model is compiled as a whole, "
         "because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, or "
         "leave this out",
         config={"compile": {"shard_parameters": "frozen"}},

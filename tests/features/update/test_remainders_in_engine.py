@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``compile.store_param_remainders`` in engines: training, memory, checkpoints, reads and writes, refusals."""
 
+import contextlib
 import copy
 import dataclasses
 import gc
@@ -647,6 +648,27 @@ def test_a_set_up_that_raises_leaves_the_master_weights(ranks, overlapped):
     """An engine that goes on without DeepCompile would step NaN."""
     for right in ranks(2).run(raise_in_set_up, run_of(accumulation=1, overlapped=overlapped)):
         assert all(right.values()), right
+
+
+def fail_on_one_rank(run, rank):
+    """Returns what a rank says of a set-up that fails on one rank after the optimizer was changed, and afterwards."""
+    engine = begin(run, compiled=False)
+    broken = mock.patch.object(masters_module.Masters, "set", side_effect=Injected("no memory"))
+    with broken if dist.get_rank() == rank else contextlib.nullcontext():
+        said = outcome(engine.compile, backend=run.backend)
+    loss = engine(sequences(run, 0, 0))
+    return said, outcome(engine.backward, loss), outcome(engine.compile, backend=run.backend)
+
+
+@vary("rank", [0, 1])
+def test_a_set_up_that_fails_late_on_one_rank(ranks, rank):
+    """The other rank would wait for parameters that never come, or one rank train on without its master weights."""
+    answers = ranks(2).run(fail_on_one_rank, run_of(accumulation=1), rank, timeout=60)
+    assert answers[rank][0] == "Injected: no memory"
+    assert f"rank {rank} could not convert optimizer states, so no rank goes on" in answers[1 - rank][0]
+    for _, trained_on, again in answers:
+        assert "engine.compile() failed half-way; create a new engine" in trained_on
+        assert "engine.compile() failed half-way; create a new engine" in again
 
 
 class Interrupted(Exception):

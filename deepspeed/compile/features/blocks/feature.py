@@ -10,13 +10,14 @@ from torch.nn import Module
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext, classes
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
 from .block_calls import Around, take_over_compiled
 from .choose_blocks import choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
 from .guards import guard_all
+from .options import set_for_blocks
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,14 +35,9 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
     """
     if request not in _chosen:
         wanted = request.options.regional_compilation
-        needed = any(_needs_of_blocks(request))
+        needed = bool(set_for_blocks(request.options))
         _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs, needed)
     return _chosen[request]
-
-
-def _needs_of_blocks(request):
-    """Yields ``Feature.needs_blocks()`` of the parts that work on blocks and that the user asks for."""
-    return (need for cls in classes() if (need := cls.needs_blocks(request)))
 
 
 class Blocks(Feature):
@@ -63,10 +59,10 @@ class Blocks(Feature):
         except ValueError as error:
             yield str(error)
             return
-        for need in () if blocks else _needs_of_blocks(request):
+        for name in () if blocks else set_for_blocks(request.options):
             yield (
-                f"{need}, and the model is compiled as a whole, because {why}; name its blocks' classes in "
-                "compile.regional_compilation, or leave this out"
+                f"compile.{name} works on blocks, and the model is compiled as a whole, because {why}; name its "
+                "blocks' classes in compile.regional_compilation, or leave this out"
             )
 
     @classmethod

@@ -2,9 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
-from typing import List, Union
+from typing import Any, List, Union
 
 from pydantic import BaseModel, model_validator
+
+# Options of other parts that work on blocks. If one is set, blocks become graphs also where a model calls them itself.
+WORK_ON_BLOCKS = ("overlap_param_gather", "shard_parameters")
+
+
+def set_for_blocks(options: Any) -> List[str]:
+    """Lists the options of ``WORK_ON_BLOCKS`` that the section ``compile`` sets."""
+    return [name for name in WORK_ON_BLOCKS if getattr(options, name, None)]
 
 
 class Options(BaseModel):
@@ -15,7 +23,12 @@ class Options(BaseModel):
     transformers."""
 
     @model_validator(mode="after")
-    def _names_classes(self):
+    def _has_blocks(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
+        if self.regional_compilation is False and set_for_blocks(self):
+            raise ValueError(
+                f"compile.{set_for_blocks(self)[0]} works on blocks; set compile.regional_compilation to true, or "
+                "leave one of them out"
+            )
         return self

@@ -33,12 +33,9 @@ class Muon(Feature):
         if matrices:
             batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
             self.transform = Orthogonalizer(matrices, batch_numel)
-        self._forget_pending = optimizer._muon_pending_momentum.clear
-
-    def commit(self) -> None:
         # Free the memory of steps without DeepCompile: nothing is pending. Here, only steps that are taken change the
         # momentum, in place.
-        self._forget_pending()
+        optimizer._muon_pending_momentum.clear()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         return [StandIn(others)]

@@ -31,11 +31,6 @@ class OverlapGather(Feature):
     """
 
     @classmethod
-    def needs_blocks(cls, request: Request) -> Optional[str]:
-        asked = request.options.overlap_param_gather
-        return "compile.overlap_param_gather needs blocks that wait for their parameters" if asked else None
-
-    @classmethod
     def is_wanted(cls, request: Request) -> bool:
         if request.options.overlap_param_gather is not None:
             return request.options.overlap_param_gather

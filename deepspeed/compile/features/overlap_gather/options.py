@@ -4,7 +4,7 @@
 
 from typing import Optional
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel
 
 
 class Options(BaseModel):
@@ -13,12 +13,3 @@ class Options(BaseModel):
     own parameters, and code that reads or writes a parameter waits for it. By default (null), where blocks are graphs
     of their own (``regional_compilation``), unless ``shard_parameters`` is "all". True makes blocks graphs also where
     none were chosen without it."""
-
-    @model_validator(mode="after")
-    def _gathers_by_block(self):
-        if self.overlap_param_gather and getattr(self, "regional_compilation", None) is False:
-            raise ValueError(
-                "compile.overlap_param_gather needs blocks that wait for their parameters; set "
-                "compile.regional_compilation to true, or leave one of them out"
-            )
-        return self

@@ -132,7 +132,7 @@ class _ParamRef:
 
 
 def refusal(name: str, what: str) -> RuntimeError:
-    """Returns the error of who reads a parameter at rest in a way for which it is not gathered."""
+    """Returns the error for a read of a parameter at rest that does not gather the parameter."""
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
         "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
@@ -358,9 +358,9 @@ def _with_rest(kind):
 
 
 class OnFirstRank(torch.Tensor):
-    """An entry of a state dict of which another rank has the values. It is on the meta device.
+    """An entry of a state dict whose values another rank has. The entry is on the meta device.
 
-    So each rank may prepare a state dict as the first one does, which saves it.
+    So each rank may prepare a state dict as the first rank does, which saves it.
     """
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -387,7 +387,7 @@ def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
 
 
 def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
-    """Has a parameter at rest keep objects alive."""
+    """Keeps objects alive as long as a parameter at rest lives."""
     if isinstance(parameter, Resharded):
         vars(parameter)[_SHARE].kept = owners
 

@@ -131,7 +131,7 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
     """
     if state_of(engine) is None:
         return state_dict
-    # Imported here, because the compiler takes a second, for which DeepSpeed need not wait.
+    # Import here: the compiler takes a second, and DeepSpeed's own import need not wait for it.
     from .feature import sharded_blocks
 
     sharded = sharded_blocks(engine)
@@ -170,7 +170,7 @@ def _copy_on_host(tensor):
 
 
 def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, torch.device], Any]) -> Dict[str, Any]:
-    """Called by ``clone_tensors_for_torch_save()``, by which trainers take a model's weights, with a dict. Clones it.
+    """Called with a dict by ``clone_tensors_for_torch_save()``, with which trainers copy a model's weights. Clones it.
 
     If the dict has parameters at rest, all ranks must call this. The first rank gets their values, and others tensors
     on the meta device, which have none.

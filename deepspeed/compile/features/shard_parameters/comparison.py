@@ -38,17 +38,17 @@ class At(NamedTuple):
         return DIFFERENT.format(self.name[-LONGEST_NAME:])
 
 
-# Where a rank compares that gathers nothing. Units have later numbers.
+# Where a rank is that compares and gathers nothing. Units have later numbers.
 NO_BLOCK, BEGINNING, END = At(0, "no block"), At(1, "the beginning of a backward"), At(2, "the end of a backward")
 FIRST_OF_UNITS = 3
 
 
 class Comparison:
-    """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
+    """Compares a number between ranks, so that ranks that took different ways raise before they mix up their messages.
 
     Args:
-        number: of what all ranks do next. It begins with the engine's, and is unique below ``UNIT_ID_STRIDE``.
-        name: of that.
+        number: of what all ranks do next. It begins with the engine's number, and is unique below ``UNIT_ID_STRIDE``.
+        name: of what all ranks do next.
         process_group, device: as for :class:`Unit`.
 
     Attributes:
@@ -97,7 +97,7 @@ class Comparison:
         """Makes the current stream, and on a CPU the calling thread, wait for the numbers of the other ranks.
 
         Raises:
-            DistBackendError: on a CPU, if these differ. On a GPU, for which the host does not wait, the GPU asserts
+            DistBackendError: on a CPU, if these differ. On a GPU the host does not wait, so the GPU asserts
                 that they do not.
         """
         if self._work is None:

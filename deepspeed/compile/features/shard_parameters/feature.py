@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a part of the blocks' parameters on each rank (``compile.shard_parameters``)."""
 
-import contextlib
 import weakref
 from typing import TYPE_CHECKING, Container, ContextManager, Iterator, Optional, Sequence
 
@@ -41,7 +40,7 @@ _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class ShardedGather(AllGather):
-    """Has units gather their parameters again when they are needed."""
+    """Makes units gather their parameters again when the next forward needs them."""
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", sharded: ShardedBlocks):
         super().__init__(optimizer)
@@ -78,12 +77,6 @@ class GathersInBackward(_NextClass):
 
 class ShardParameters(Feature):
     """Shards the frozen parameters, or all parameters, of the blocks of one engine."""
-
-    @classmethod
-    def needs_blocks(cls, request: Request) -> Optional[str]:
-        return (
-            "compile.shard_parameters needs blocks whose parameters are gathered" if cls.is_wanted(request) else None
-        )
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
@@ -138,14 +131,6 @@ class ShardParameters(Feature):
     def commit(self) -> None:
         self.sharded.shard()
 
-    def around_forward(self, training: bool) -> ContextManager:
-        if not self.sharded.whole.are_fixed and _makes_other_tensors():
-            raise RuntimeError(
-                "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
-                "that differentiates; leave it out, or call the engine outside of these"
-            )
-        return contextlib.nullcontext()
-
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         self.sharded.after_step()
         # The first step that is taken makes the optimizer's states. One that overflows is left out.
@@ -156,16 +141,6 @@ class ShardParameters(Feature):
 
 
 FEATURE = ShardParameters
-
-
-def _makes_other_tensors():
-    """Whether the caller has torch make tensors without memory, to which parameters could not be gathered."""
-    made = torch.empty(0)
-    try:
-        made.untyped_storage()
-    except NotImplementedError:
-        return True
-    return type(made) is not torch.Tensor
 
 
 def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:

@@ -4,7 +4,7 @@
 
 A call of a module that calls blocks is a pass. A pass gathers the unit of a block that is called, or of a large
 trained layer beside blocks, and begins to gather the next one in the order of the model. The backward through the pass
-does so in the reverse order, and leaves out the frozen blocks into which no gradient flows. All ranks call the same
+does so in the reverse order, and leaves out the frozen blocks that no gradient reaches. All ranks call the same
 blocks, and may leave out the same ones: with each gather ranks compare which block they have reached
 (``comparison.py``), and at the end of a pass which one they have reached last. A unit that was resharded and is needed
 again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, if the

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has models of transformers generate until the texts of all ranks have ended (``compile.shard_parameters``).
+"""Makes models of transformers generate until the texts of all ranks have ended (``compile.shard_parameters``).
 
 A rank whose texts have ended would go on with something else while others still gather blocks for theirs. Transformers
 has ``generate(synced_gpus=True)`` for this case, but trainers choose it for ZeRO-3 and FSDP alone.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def synchronize_generation(
     module: Module, whole: WholeUnits, process_group: "ProcessGroup", undo: contextlib.ExitStack
 ) -> None:
-    """Has the models in ``module`` whose ``generate()`` takes ``synced_gpus`` get it. ``undo`` gets what ends that.
+    """Passes ``synced_gpus`` to the models in ``module`` whose ``generate()`` takes it, until ``undo`` is closed.
 
     Args:
         module: the engine's module.

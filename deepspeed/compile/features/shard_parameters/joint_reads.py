@@ -39,7 +39,7 @@ class JointReads:
 
     def __init__(self, process_group: "ProcessGroup"):
         self._group = process_group
-        # What all ranks have done alike: steps, and reads upon which all agreed.
+        # Numbers that are equal on all ranks: of steps, and of reads that all ranks agreed to make together.
         self._steps = self._reads = 0
         self._key_before = ""
 

@@ -39,12 +39,7 @@ class Options(BaseModel):
         return section
 
     @model_validator(mode="after")
-    def _shards_blocks(self):
-        if self.shard_parameters and getattr(self, "regional_compilation", None) is False:
-            raise ValueError(
-                "compile.shard_parameters needs blocks whose parameters are gathered; set "
-                "compile.regional_compilation to true, or leave one of them out"
-            )
+    def _keeps_what_is_sharded(self):
         if self.keep_gathered is not None and not self.shard_parameters:
             raise ValueError(
                 "compile.keep_gathered says how many of the blocks that compile.shard_parameters shards stay whole; "

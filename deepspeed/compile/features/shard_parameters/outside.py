@@ -71,8 +71,8 @@ def read_times(
     """
     holders = _holders(module, blocks)
     within = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
-    first = [each for each in parameters if any(isinstance(holder, Embedding) for holder in holders[id(each)])]
-    return first, [each for each in parameters if any(id(holder) not in within for holder in holders[id(each)])]
+    first = [weight for weight in parameters if any(isinstance(holder, Embedding) for holder in holders[id(weight)])]
+    return first, [weight for weight in parameters if any(id(holder) not in within for holder in holders[id(weight)])]
 
 
 def _beside_blocks(parameters, module, blocks):
@@ -82,7 +82,7 @@ def _beside_blocks(parameters, module, blocks):
     read these anywhere. So are layers with or within another one's large parameter, such as ``MultiheadAttention``:
     they read several together.
     """
-    callers = sorted(parents_of(module, blocks), key=lambda each: len(list(each.modules())), reverse=True)
+    callers = sorted(parents_of(module, blocks), key=lambda caller: len(list(caller.modules())), reverse=True)
     # Of callers within each other, the innermost one.
     caller_of = {id(part): caller for caller in callers for part in caller.modules() if part not in callers}
     holders = _holders(module, blocks)
@@ -91,9 +91,9 @@ def _beside_blocks(parameters, module, blocks):
         if others or id(layer) not in caller_of or isinstance(layer, Embedding):
             continue
         near = [
-            each
-            for each in parameters
-            if any(layer in holder.modules() or holder in layer.modules() for holder in holders[id(each)])
+            other
+            for other in parameters
+            if any(layer in holder.modules() or holder in layer.modules() for holder in holders[id(other)])
         ]
         if len(near) == 1:
             yield caller_of[id(layer)], layer, parameter
@@ -125,7 +125,7 @@ class OutsideUnits:
         for caller, layer, parameter in _beside_blocks(units, module, blocks):
             self.beside[id(caller)][id(layer)].append(units[parameter])
         # Which units are gathered when a forward begins, and when the modules that call blocks have run.
-        self._first, self._last = ([units[each] for each in read] for read in read_times(units, module, blocks))
+        self._first, self._last = ([units[weight] for weight in read] for read in read_times(units, module, blocks))
         # How many calls of the model are under way, and whether blocks have run in the last one.
         self._forwards = 0
         self._have_blocks_run = False

@@ -3,8 +3,8 @@
 """Trained parameters that lie in their owners' partitions alone.
 
 ZeRO-1/2 has a flat tensor of each parameter group on every rank. Here this rank's partition becomes a tensor of its
-own, and the flat tensor keeps its shape and loses its memory. A parameter of which this rank owns anything lies in
-that tensor always. If a parameter has several owners, each of them has memory for all of it.
+own, and the flat tensor keeps its shape and loses its memory. If this rank owns any
+element of a parameter, the whole parameter always lies in that tensor. Several owners each have memory for all of it.
 """
 
 import bisect
@@ -24,8 +24,8 @@ from .private_torch import address_of
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# To which torch's allocators align. Generated code takes for granted that parameters are aligned to 16 bytes, or lie
-# as far from a multiple of these as they did in the flat tensor.
+# Alignment of torch's allocators, in bytes. Generated code takes for granted that parameters are aligned to 16 bytes,
+# or lie as far from a multiple of 16 bytes as they did in the flat tensor.
 ALIGN_BYTES = 64
 
 
@@ -35,7 +35,7 @@ def aligned(nbytes: int) -> int:
 
 
 class OwnedShard:
-    """The parameters of one group that lie on this rank always: those of which it owns anything.
+    """The parameters of one group that always lie on this rank, because it owns some of their elements.
 
     Args:
         layout: of the group.
@@ -43,7 +43,7 @@ class OwnedShard:
 
     Attributes:
         partition: elements of the flat tensor that this rank owns.
-        extent: these, and the rest of parameters that have other owners too.
+        extent: elements of the flat tensor: ``partition``, and the rest of parameters that have other owners too.
         size: as above.
         memory: of ``extent``, as bytes. None before :meth:`allocate` or :meth:`take_over`.
     """
@@ -148,7 +148,7 @@ class Partitions:
         self.link()
 
     def link(self) -> None:
-        """Has what the base links with parameters be this rank's part of them."""
+        """Links parameters with this rank's part of them. The base has linked them with the flat tensor."""
         for layout, own in zip(layouts_of(self._optimizer()), self._own, strict=True):
             for place in layout.places:
                 mapping = getattr(place.parameter, "_hp_mapping", None)
@@ -195,7 +195,7 @@ class TrainedPart:
         before = None
         for group, first, last, owner in runs(layouts, [*parameters.values()], parts_alone=True):
             home, place = self._homes[group], None
-            # Another owner's part of a parameter of which this rank has a part lies there too.
+            # If this rank owns a part of a parameter, the other owners' parts of it lie there too.
             if not (home.extent.start <= first and last <= home.extent.stop):
                 if before is not None and before.begin is not None and (before.group, before.last) == (group, first):
                     # Perhaps another part of one parameter.
@@ -217,7 +217,7 @@ class TrainedPart:
                 if home.has_any(first, last):
                     yield TensorSlot(name, parameter, *home.span(first, last), home, is_trained=True)
                 else:
-                    message = next(each for each in self._messages if each.group == group and first < each.last)
+                    message = next(sent for sent in self._messages if sent.group == group and first < sent.last)
                     # Nothing of it lies here always.
                     assert message.begin is not None
                     begin = message.begin + (first - message.first) * home.size

@@ -35,7 +35,7 @@ class Passes:
     Attributes:
         whole: which units are whole.
         around: gathers the units of large parameters outside of blocks.
-        under_way: the passes of which one calls blocks that call others in turn.
+        under_way: the passes under way, the outermost first. There are several if a block calls other blocks.
     """
 
     around: "OutsideUnits"
@@ -64,6 +64,7 @@ class Passes:
 
         def run(*args, **kwargs):
             self._end_raised()
+            self._refuse_other_tensors()
             # Code that is not compiled saves parameters themselves, whose memory goes.
             with self.around.forward(), saving_handles():
                 return call(*args, **kwargs)
@@ -119,6 +120,7 @@ class Passes:
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
+        self._refuse_other_tensors()
         self.whole.warn_of_lent()
         if torch.is_grad_enabled() and not in_backward():
             schedule.keep(self.whole.most_kept, self.around)
@@ -136,6 +138,14 @@ class Passes:
             raise
         self._leave(schedule)
         return output
+
+    def _refuse_other_tensors(self):
+        """Raises RuntimeError if the caller makes torch create tensors into which parameters cannot be gathered."""
+        if not self.whole.are_fixed and _makes_other_tensors():
+            raise RuntimeError(
+                "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
+                "that differentiates; leave it out, or call the engine outside of these"
+            )
 
     def _leave(self, schedule):
         """Ends a pass. Code behind the outermost one finds parameters outside of blocks."""
@@ -169,7 +179,7 @@ class Passes:
                 return call(*args, **kwargs)
 
     def _call_when_reached(self, schedule, args, kwargs, output):
-        """Has a backward gather in the order of this pass from its beginning, before it reads what was saved."""
+        """Makes a backward gather in the order of this pass from its beginning, before it reads saved tensors."""
         # An input that is handed on is an output of another module, which is reached through it.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for tensor in tensors_in(output):
@@ -177,7 +187,7 @@ class Passes:
                 tensor.register_hook(lambda _: self._backward_reaches(schedule))
 
     def pass_that_saves(self, unit: Unit) -> Optional[GatherOrder]:
-        """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs, if there is one."""
+        """Called when autograd saves a tensor of a unit. Returns the pass that saves the tensor, if there is one."""
         backward = self._backward if in_backward() else None
         for current in (*self.under_way[::-1], backward):
             if current is not None and unit in current:
@@ -188,7 +198,7 @@ class Passes:
     # Backwards -----------------------------------------------------------------------------------------------------
 
     def gather_for_backward(self, unit: Unit, schedule: Optional[GatherOrder] = None) -> None:
-        """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
+        """Called when a backward reads a unit. ``schedule``: the pass that saved what the backward reads."""
         if self.whole.are_fixed or (unit is self._read_last and unit.is_gathered):
             return
         if not in_backward():
@@ -281,3 +291,13 @@ class Passes:
             lambda block: not any(parameter.requires_grad for parameter in block.parameters()), called
         )
         return sum(id(block) in self._unit_of for block in frozen)
+
+
+def _makes_other_tensors():
+    """Whether new tensors are of another class than torch's own, or have no memory."""
+    made = torch.empty(0)
+    try:
+        made.untyped_storage()
+    except NotImplementedError:
+        return True
+    return type(made) is not torch.Tensor

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters lie that are gathered, and whose places are in which memory."""
+"""Where gathered parameters lie, and which parameters a memory holds."""
 
 import dataclasses
 import operator
@@ -16,7 +16,7 @@ KNOWN_STORAGES: Dict[int, "weakref.ref[Any]"] = {}
 
 
 def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
-    """Has ``KNOWN_STORAGES`` name what finds places in a storage, as long as that lives."""
+    """Enters what finds places in a storage into ``KNOWN_STORAGES``, as long as that object lives."""
     address = address_of(storage)
     reference = KNOWN_STORAGES[address] = weakref.ref(knows)
     weakref.finalize(knows, _forget, address, reference).atexit = False
@@ -36,7 +36,7 @@ class TensorSlot:
     tensor: torch.Tensor
     begin: int  # in bytes, in the unit's buffer, or in `home`
     end: int
-    home: Any = None  # the OwnedShard of a parameter of which this rank owns anything
+    home: Any = None  # the OwnedShard, if this rank owns some elements of the parameter
     is_trained: bool = False
     unit: Any = None  # a weak reference to the Unit, which has the place
     version: int = 0  # when the unit was gathered; torch counts changes in place
@@ -64,7 +64,7 @@ class TensorSlot:
         self.tensor.data = memory
 
     def around(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the memory, 1-D and of bytes, of which the tensor has a part."""
+        """Returns the memory that contains the tensor, 1-D and of bytes."""
         return buffer if self.home is None else self.home.memory
 
 

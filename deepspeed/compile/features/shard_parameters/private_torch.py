@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 from torch.nn import Module
 
-# The newest release with which tests were run.
+# The newest release that was tested.
 NEWEST = (2, 15)
 NEWER = (
     "compile.shard_parameters builds on functions that torch does not promise, and was tested up to torch {}, not "
@@ -35,7 +35,7 @@ def change_class(tensor: torch.Tensor, kind: Type[torch.Tensor]) -> None:
     """Gives a tensor another class, for example one whose ``__torch_function__`` sees every call.
 
     Modules, optimizers and callers hold the tensor, so it must stay the same object. ``as_subclass()`` makes another
-    one, and ``torch.utils.swap_tensors()`` refuses a tensor to which anything has a weak reference, as DeepSpeed has.
+    one, and ``torch.utils.swap_tensors()`` refuses a tensor that has weak references, as those of DeepSpeed.
     """
     tensor.__class__ = kind
 
@@ -57,7 +57,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Has a tensor on the meta device have the values, the device and the place of another one.
+    """Gives a tensor on the meta device the values, the device and the place of another tensor.
 
     ``data`` cannot be assigned from the host to the meta device, and for ``swap_tensors()`` see :func:`change_class`.
     """
@@ -65,7 +65,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def apply_to_tensors(module: Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Has a function return what takes the place of each parameter and buffer of a module.
+    """Replaces each parameter and buffer of a module by what a function returns for it.
 
     Modules such as RNNs override what ``Module.to()`` calls for this. ``Module.to()`` itself leaves out no tensor.
     """
@@ -141,15 +141,15 @@ def store_of(process_group: "torch.distributed.ProcessGroup") -> torch.distribut
 
 
 def assert_later(condition: torch.Tensor, message: str) -> None:
-    """Raises if a condition is false: on a GPU when that comes to it, for which the host does not wait.
+    """Raises if a condition is false. On a GPU the GPU itself asserts when it comes to it, and the host does not wait.
 
-    Public functions such as ``torch.testing`` read the condition, for which the host would wait in each block.
+    Public functions such as ``torch.testing`` read the condition on the host, which would wait in each block.
     """
     torch._assert_async(condition, message)
 
 
 def trace_again(reason: str) -> Exception:
-    """Returns the error upon which Dynamo traces a frame from its beginning.
+    """Returns the error that makes Dynamo trace a frame again from its beginning.
 
     Dynamo has looked at a tensor that has another class now. Any other error ends the program or compiles nothing.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has graphs save parameters as autograd saves tensors, with hooks."""
+"""Makes graphs save parameters as autograd saves tensors, with hooks."""
 
 import dataclasses
 from pathlib import Path

@@ -59,7 +59,7 @@ class _Handle(NamedTuple):
 
 
 class _Wrapper(NamedTuple):
-    """Stands for a tensor that is made of others, of which a unit has some."""
+    """Stands for a tensor that is made of other tensors, some of them in a unit."""
 
     kind: Any
     context: Any

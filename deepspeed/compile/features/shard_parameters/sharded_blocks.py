@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 import deepspeed.comm as dist
 
 from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import log_notice
 from ..blocks.parameters import by_block
@@ -25,7 +26,7 @@ from .partitions import Partitions, TrainedPart
 from .passes import Passes
 from .private_torch import in_backward
 from .saved_tensors import saving_handles
-from .unit import Unit
+from .unit import TAKE_IN, Unit
 from .unit_memory import UnitMemory
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ShardedBlocks:
 
         def make_unit(number, name, trained, frozen=()):
             def named(parameters):
-                return {names.get(each, "a parameter"): each for each in parameters}
+                return {names.get(parameter, "a parameter"): parameter for parameter in parameters}
 
             memory = UnitMemory(named(frozen), named(trained), make_trained, rank, world, device)
             return Unit(memory, process_group, device, first_number + FIRST_OF_UNITS + number, name)
@@ -127,7 +128,8 @@ class ShardedBlocks:
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""
         if self.partitions is not None:
-            self.partitions.take_over()
+            with every_rank_raises(TAKE_IN, self._group):
+                self.partitions.take_over()
         for unit in self.units:
             unit.shard()
         if self.outside is not None:
@@ -189,8 +191,9 @@ class ShardedBlocks:
         self._joint_reads.after_step()
 
     def _units_of(self, parameters):
-        ids = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        return [unit for unit in self.units if any(id(each) in ids for _, each in unit.memory.parameters())]
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        ids = {id(parameter) for parameter in parameters}
+        return [unit for unit in self.units if any(id(held) in ids for _, held in unit.memory.parameters())]
 
     @contextlib.contextmanager
     def linking(self) -> Iterator[None]:

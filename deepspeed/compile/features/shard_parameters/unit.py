@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""A unit: parameters of which each rank keeps a part, and which are gathered together before they are used.
+"""A unit: parameters that are gathered together before they are used. Each rank keeps a part of them.
 
 ``unit_memory.py`` says where they lie. What autograd has saved of them are handles (``saved_tensors.py``).
 """
@@ -14,7 +14,7 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ..overlap_gather.gather import grouped
 from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
@@ -23,8 +23,9 @@ from .unit_memory import UnitMemory
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
+# A thread of gloo's may hold the memory of a finished gather this long after wait(). Only a busy machine takes longer.
 LONGEST_HELD = 1.0  # seconds
+TAKE_IN = "shard parameters"
 
 
 class Unit:
@@ -78,7 +79,10 @@ class Unit:
 
         DeepSpeed has not broadcast parameters that were on the host. Frozen ones get the first rank's values here.
         """
-        if self.memory.take_in():
+        # Before the broadcast, and before the next unit's, in which the other ranks would wait for one that raised.
+        with every_rank_raises(TAKE_IN, self._group):
+            lack_values = self.memory.take_in()
+        if lack_values:
             with collective(PURPOSE):
                 frozen = self.memory.buffer[: self.memory.frozen_bytes]
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -225,7 +229,7 @@ class Unit:
             self.memory.free()
 
     def mark(self) -> None:
-        """Has the parameters raise when they are read."""
+        """Makes reads of the parameters raise, or gather the unit where all ranks read it."""
         for name, parameter in self.memory.parameters():
             mark_resharded(parameter, name, self)
 
@@ -235,12 +239,12 @@ class Unit:
             unmark(parameter)
 
     def keep(self, owner: Any) -> None:
-        """Has parameters at rest keep the unit, and who gathers it, as long as they live."""
+        """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""
         for _, parameter in self.memory.parameters():
             keep_owner(parameter, owner, self)
 
     def gather_for_backward(self, schedule: Any = None) -> None:
-        """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
+        """Called when a backward reads the unit. ``schedule``: the pass that saved what the backward reads."""
         if self.owner is not None:
             self.owner.passes.gather_for_backward(self, schedule)
         if self.has_ended and not self.is_gathered:

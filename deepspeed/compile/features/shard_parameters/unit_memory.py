@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a unit: one buffer for its parameters, but for trained ones of which this rank owns anything.
+"""The memory of a unit: one buffer for all of its parameters except trained ones that this rank owns in part.
 
 When the unit is resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay
 as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory stays as it
@@ -62,7 +62,7 @@ class UnitMemory:
     ):
         self._parameters = {**frozen, **trained}
         self._rank, self._device, self.is_shared = rank, device, world > 1
-        # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
+        # Name of a parameter -> the places of its tensors: of a subclass, those of the plain tensors inside.
         self._places: Dict[str, List[TensorSlot]] = {}
         nbytes = 0
         for name, parameter in frozen.items():
@@ -102,7 +102,7 @@ class UnitMemory:
         return any(place.is_trained for place in self._places.get(name, ()))
 
     def places(self) -> Iterator[TensorSlot]:
-        """Yields the places of all tensors of which the parameters are made."""
+        """Yields the places of the tensors of all parameters."""
         return itertools.chain.from_iterable(self._places.values())
 
     def find(self, offset: int) -> TensorSlot:
@@ -117,7 +117,7 @@ class UnitMemory:
         Returns whether other ranks lack values: of frozen parameters that were on the host. Trained ones that were
         there have values nowhere else than with their owners, because ``from_host.py`` has cut them.
         """
-        from_host = {name for name, each in self._parameters.items() if vars(each).pop(BROADCAST_LATER, False)}
+        from_host = {name for name, held in self._parameters.items() if vars(held).pop(BROADCAST_LATER, False)}
         if not self.is_shared:
             for tensor in plain_tensors(self._parameters[name] for name in from_host):
                 tensor.data = tensor.data.to(self._device)
@@ -140,7 +140,7 @@ class UnitMemory:
         note_storage(buffer.untyped_storage(), self)
 
     def allocate_target(self) -> torch.Tensor:
-        """Returns memory into which to gather the unit: the buffer, which gets its memory again, unless it is lent."""
+        """Returns memory for the gathered unit: the buffer, whose memory it allocates again, unless others view it."""
         if self.is_lent:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
             self.keep_own_part()
@@ -178,7 +178,7 @@ class UnitMemory:
         if storage.resizable():
             storage.resize_(0)
             return
-        # Torch does not resize a storage of which a NumPy array was made, so take another one.
+        # Torch does not resize a storage that a NumPy array shares, so take another one.
         with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self.buffer))
             for place in self.places():
@@ -211,12 +211,12 @@ class UnitMemory:
         return any(version_of(place.tensor) != place.version for place in self.places())
 
     def keep_own_part(self) -> None:
-        """Has ``share`` hold the values that the frozen parameters have in the buffer."""
+        """Copies the values that the frozen parameters have in the buffer into ``share``."""
         begin = self._rank * self._share_bytes
         self.share.copy_(self.buffer[begin : begin + self._share_bytes])
 
     def take_trained_back(self) -> None:
-        """Has trained parameters lie in the unit again that were given other memory, whose values are dropped."""
+        """Puts trained parameters that were given other memory back into the unit. Drops the values in that memory."""
         for place in self.places():
             if place.is_trained and not place.is_in(self.buffer):
                 place.tensor.data = place.memory_in(self.buffer)

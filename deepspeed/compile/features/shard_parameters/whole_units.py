@@ -72,7 +72,7 @@ class WholeUnits:
         self._has_warned = False
         # Units that are never at rest again.
         self._whole_for_good: Set[Unit] = set()
-        # How many reasons there are for which units stay as they are.
+        # The number of reasons why units stay as they are.
         self._fixed = 0
 
     @property

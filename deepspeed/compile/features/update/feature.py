@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The updates of Adam and AdamW in an engine: the form of states and master weights, and the rules that step them."""
 
+import weakref
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
 from ...zero_1_and_2.parameter.gather import AllGather
 from ...zero_1_and_2.step.rule import Rule
@@ -28,8 +28,8 @@ else:
     _NextClass = object
 
 
-class SavesStates(_NextClass):
-    """The methods of the base's ZeRO-1/2 optimizer that save and load states."""
+class FormOfStates(_NextClass):
+    """The methods of the base's ZeRO-1/2 optimizer that save, load and link states."""
 
     _deepcompile: "EngineState"
 
@@ -39,6 +39,10 @@ class SavesStates(_NextClass):
     def load_state_dict(self, *args, **kwargs) -> None:
         super().load_state_dict(*args, **kwargs)
         self._deepcompile.find(Update).states.adopt(self)
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        super()._lazy_init_hp_params_optimizer_state()
+        self._deepcompile.find(Update).states.link(self)
 
 
 class Update(Feature):
@@ -60,7 +64,7 @@ class Update(Feature):
     def warnings(cls, request: Request) -> Iterator[str]:
         yield from refused.states_that_stay_in_fp32(request.engine.optimizer)
 
-    optimizer_mixins: Tuple[type, ...] = (SavesStates,)
+    optimizer_mixins: Tuple[type, ...] = (FormOfStates,)
 
     def __init__(self, context: SetUpContext):
         request, optimizer = context.request, context.optimizer
@@ -72,22 +76,19 @@ class Update(Feature):
         self._masters: Optional[Masters] = None
         if request.options.store_param_remainders:
             self._masters = Masters(optimizer, only(context.features, "gather") or AllGather(optimizer))
-            self.optimizer_mixins = (SavesStates, RemaindersOfParameters)
-        self._optimizer: Optional[DeepSpeedZeroOptimizer] = optimizer
+            self.optimizer_mixins = (FormOfStates, RemaindersOfParameters)
+        self._optimizer, self._group = weakref.ref(optimizer), context.engine.seq_data_parallel_group
 
     def commit(self) -> None:
-        self.states.adopt(self._optimizer)
-        del self._optimizer
+        optimizer = self._optimizer()
+        with every_rank_raises("convert optimizer states", self._group):
+            self.states.adopt(optimizer)
+            # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
+            optimizer._deepcompile.links.link_again(optimizer)
+            if self._masters is not None:
+                use_remainders(optimizer, self._masters)
         if self._masters is not None:
-            self._masters.take_apart()
-
-    def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        if self._masters is not None:
-            # Only now: until here the engine could go on without DeepCompile, which needs the fp32 master weights.
-            use_remainders(optimizer, self._masters)
-
-    def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        self.states.link(optimizer)
+            self._masters.send_parameters()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         rules = [OnePassAdam(), *others] if self.in_one_pass else others

@@ -61,7 +61,7 @@ class Masters:
         gather: sends the stepped parameters.
 
     Attributes:
-        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. Empty before
+        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. Zeros before
             :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
@@ -69,24 +69,20 @@ class Masters:
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
         self._optimizer = weakref.ref(optimizer)
         self._gather = gather
-        self.remainders: List[torch.Tensor] = []
+        self.remainders: List[torch.Tensor] = [
+            torch.zeros_like(master.data, dtype=torch.int16) for master in optimizer.single_partition_of_fp32_groups
+        ]
         self.on_host = False
 
     def take_apart(self) -> None:
-        """Splits the base's master weights into parameters and remainders. Called on all ranks together."""
-        masters = self._optimizer().single_partition_of_fp32_groups
-        self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
-        for group, master in enumerate(masters):
+        """Splits the base's master weights into parameters and remainders, and frees their memory. The parameters of
+        this rank's partitions may change in their last bit, so all ranks must call :meth:`send_parameters` then."""
+        for group, master in enumerate(self._optimizer().single_partition_of_fp32_groups):
             self.set(group, 0, master.data)
-        self.send_parameters()
-
-    def give_up(self) -> None:
-        """Frees the memory of the base's master weights, after :meth:`take_apart`."""
-        for master in self._optimizer().single_partition_of_fp32_groups:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
 
     def send_parameters(self) -> None:
-        """Sends the parameters of all partitions to all ranks."""
+        """Sends the parameters of all partitions to all ranks, which call this together."""
         self._gather.start()
         self._gather.wait_all()
 

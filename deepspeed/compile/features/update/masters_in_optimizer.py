@@ -81,8 +81,8 @@ def _with_remainders(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOpt
 
 
 def use_remainders(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
-    """Frees the memory of master weights. The optimizer is a :class:`RemaindersOfParameters`."""
-    masters.give_up()
+    """Splits master weights and frees their memory. The optimizer is a :class:`RemaindersOfParameters`."""
+    masters.take_apart()
     optimizer.masters_as_remainders = masters  # type: ignore[attr-defined]
     # The state dict of a destroyed engine's optimizer must have the master weights too.
     optimizer.plain_class = _with_remainders(optimizer.plain_class)  # type: ignore[attr-defined]

@@ -27,8 +27,7 @@ class RemaindersAdam:
     is refused.
 
     Args:
-        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. The caller fills the list
-            later.
+        remainders: remainders of this rank's partitions, by parameter group, int16 1-D.
         others: the rules of earlier parts. The first :class:`ReplacesOwnStep` among them gives the form of the states.
     """
 

@@ -37,25 +37,22 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
     deepcompile.reducer.follow_stream()
     if torch.is_grad_enabled():
         deepcompile.backward.forward_begins()
-    with contextlib.ExitStack() as stack:
-        for around in deepcompile.around_forward:
-            stack.enter_context(around(engine.module.training))
-        # Whether DeepSpeed's prologue takes times or casts inputs. The report of the throughput alone does not count,
-        # because its timer would synchronize the device in every step.
-        acts = engine.is_deepcompile_active() and (
-            engine.wall_clock_breakdown()
-            or engine.memory_breakdown()
-            or (engine.fp16_enabled() and engine.fp16_auto_cast())
-        )
-        if acts:
-            for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
-                # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
-                if engine.timers(name).started_:
-                    engine.timers(name).reset()
-            inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
-        yield inputs, kwargs
-        if acts:
-            engine._forward_epilogue()
+    # Whether DeepSpeed's prologue takes times or casts inputs. The report of the throughput alone does not count,
+    # because its timer would synchronize the device in every step.
+    acts = engine.is_deepcompile_active() and (
+        engine.wall_clock_breakdown()
+        or engine.memory_breakdown()
+        or (engine.fp16_enabled() and engine.fp16_auto_cast())
+    )
+    if acts:
+        for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
+            # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
+            if engine.timers(name).started_:
+                engine.timers(name).reset()
+        inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
+    yield inputs, kwargs
+    if acts:
+        engine._forward_epilogue()
 
 
 def is_own_backward(engine: "DeepSpeedEngine") -> bool:

@@ -50,8 +50,9 @@ def set_up(
     """Prepares an engine and returns the backend with which to compile its module.
 
     Each step that changes how the engine or its module runs adds a function to ``undo`` that reverts the change. If a
-    later step raises, these functions run at once, and the engine trains as before; otherwise they run at the engine's
-    end. An earlier ``compile()`` of a part of the module is not restored.
+    later step raises, these functions run at once, and the engine trains as before, or refuses to train if the
+    optimizer was changed already. Otherwise they run at the engine's end. An earlier ``compile()`` of a part of the
+    module is not restored.
 
     The arguments are those of the base. ``backend`` is "inductor" or "eager". ``schedule`` is None, or the default
     schedule, which runs this stage's own pass at step 0. The base also passes the section ``compile`` and the stage,
@@ -94,11 +95,11 @@ def _set_up(request):
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
+        # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
+        attach(optimizer, deepcompile)
         for commit in overriding(features, "commit"):
             commit()
-        # Last, because attach() frees memory and hooks that the engine needs to train without DeepCompile.
-        attach(optimizer, deepcompile)
-        deepcompile.undo = undo.pop_all()
+        deepcompile.undo, deepcompile.why_refused = undo.pop_all(), None
     # Large tensors are gone. A forward would fragment their memory, which the gradient partition and states need
     # whole.
     get_accelerator().empty_cache()

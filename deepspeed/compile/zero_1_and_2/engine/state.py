@@ -42,18 +42,17 @@ class EngineState:
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         self.rules = rules_of(features)
-        self.links = LinkedStates(overriding(features, "link_states"))
+        self.links = LinkedStates()
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of optional parts: around each forward, after each step.
-        self.around_forward = overriding(features, "around_forward")
+        # Methods of optional parts.
         self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
-        # Whether a later engine trains the parameters.
-        self.taken_over = False
+        # Why this engine must not train, if it must not.
+        self.why_refused: Optional[str] = "engine.compile() failed half-way; create a new engine"
 
     @property
     def engine(self) -> Optional["DeepSpeedEngine"]:
@@ -65,12 +64,9 @@ class EngineState:
         return find(self.features, cls)
 
     def refuse(self) -> None:
-        """Raises RuntimeError if this engine must not train: a later engine does, or a step was interrupted."""
-        if self.taken_over:
-            raise RuntimeError(
-                "a later engine has been compiled for this engine's parameters and trains them now; use that one, and "
-                "destroy this one"
-            )
+        """Raises RuntimeError if this engine must not train, for example because a step was interrupted."""
+        if self.why_refused is not None:
+            raise RuntimeError(self.why_refused)
         self.interrupted_step.refuse()
 
     def let_go(self) -> None:

@@ -5,7 +5,7 @@
 DeepSpeed itself raises where a state cannot be cut, and keeps links to states that the optimizer has no longer.
 """
 
-from typing import Callable, Dict, Iterator, List, Tuple
+from typing import Dict, Iterator, List, Tuple
 
 import torch
 
@@ -21,14 +21,9 @@ def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
 
 
 class LinkedStates:
-    """Links parameters with states, and remembers which states were on the host before the others moved there.
+    """Links parameters with states, and remembers which states were on the host before the others moved there."""
 
-    Args:
-        link_others: functions that link states of another form, after the states with the shape of the master weights.
-    """
-
-    def __init__(self, link_others: List[Callable[[DeepSpeedZeroOptimizer], None]]):
-        self._link_others = link_others
+    def __init__(self) -> None:
         # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
         self._on_host: List[Tuple[Dict, str]] = []
 
@@ -39,7 +34,7 @@ class LinkedStates:
         transformed = optimizer._deepcompile.transformed
         masters = enumerate(optimizer.single_partition_of_fp32_groups)
         if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
-            self.link(optimizer)
+            optimizer._lazy_init_hp_params_optimizer_state()
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Links parameters with the states that can be cut. States in 8 bits, for example, may be in larger blocks."""
@@ -52,8 +47,6 @@ class LinkedStates:
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}
             lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
         optimizer._hp_optimizer_states_linked = True
-        for link_others in self._link_others:
-            link_others(optimizer)
 
     def drop_links(self, optimizer: DeepSpeedZeroOptimizer, are_on_host: bool) -> None:
         """Called before states move to the host. ``are_on_host``: whether they are there already.

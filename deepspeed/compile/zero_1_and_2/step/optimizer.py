@@ -67,12 +67,14 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()
         step.run(self)
-        if not self.overflow and not self._hp_optimizer_states_linked:
-            self._deepcompile.links.link(self)
+        if not self.overflow:
+            self._lazy_init_hp_params_optimizer_state()
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Does nothing: the base would link the states of all groups when it has stepped the first. :meth:`step` links
-        them when all groups are stepped."""
+        if not self._hp_optimizer_states_linked:
+            self._deepcompile.links.link(self)
+            # Parts link the states that they keep in forms of their own. The base links nothing more.
+            super()._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()
@@ -163,11 +165,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer._deepcompile = deepcompile
     mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
-    # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
-    deepcompile.links.link_again(optimizer)
     deepcompile.placement.drop_memory_of_base(optimizer)
-    for part in deepcompile.features:
-        part.attached(optimizer)
     attached.add(optimizer)
 
 
@@ -191,6 +189,9 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
     taken = {id(parameter) for parameter in registered_parameters(optimizer)}
     for earlier in list(attached):
         if any(id(parameter) in taken for parameter in registered_parameters(earlier)):
-            earlier._deepcompile.taken_over = True
+            earlier._deepcompile.why_refused = (
+                "a later engine has been compiled for this engine's parameters and trains them now; use that one, and "
+                "destroy this one"
+            )
             earlier._deepcompile.let_go()
             attached.discard(earlier)
