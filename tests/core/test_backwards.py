@@ -156,31 +156,35 @@ def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage, context):
     assert max(ranks(2).run(without_synchronization, Case(stage=stage), context)) < BOUND
 
 
-class Polled(NamedTuple):
-    """How often the counters were read while an engine trained, and its error."""
-
-    reads: int
-    error: float
-
-
-def polled_counters(case):
-    """Trains while another thread reads the counters without pause."""
-    module, engine = start(case)
-    plain = build(case)
-    optimizer = make_optimizer(plain, case)
-    reads, done = [0], threading.Event()
+@contextlib.contextmanager
+def counters_polled(engine):
+    """Within it another thread reads the counters without pause. Yields a list of how long each reading took."""
+    seconds, done = [], threading.Event()
 
     def poll():
         while not done.is_set():
+            began = time.monotonic()
             gradient_counters(engine)
             reset_gradient_counters(engine)
-            reads[0] += 1
+            seconds.append(time.monotonic() - began)
             # Else it takes a whole core, while the other thread compiles.
             time.sleep(1e-4)
 
     poller = threading.Thread(target=poll)
     poller.start()
     try:
+        yield seconds
+    finally:
+        done.set()
+        poller.join()
+
+
+def polled_counters(case):
+    """Returns how often the counters were read while an engine trained, and its error."""
+    module, engine = start(case)
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    with counters_polled(engine) as reads:
         for step in range(5):
             # The caller drops gradients that lie in `parameter.grad`, which the other thread is reading.
             with engine.no_sync():
@@ -189,48 +193,29 @@ def polled_counters(case):
                 parameter.grad = None
             engine.zero_grad()
             step_beside(engine, plain, optimizer, step)
-    finally:
-        done.set()
-        poller.join()
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
-    return Polled(reads[0], error)
+    return len(reads), error
 
 
 @pytest.mark.sanitized
 def test_counters_may_be_read_from_another_thread(ranks):
     """Reading the counters would race with a thread that drops or reduces the gradients that are counted."""
-    for polled in ranks(2).run(polled_counters, Case(bucket=50)):
-        assert polled.reads > 10
-        assert polled.error < BOUND
+    for reads, error in ranks(2).run(polled_counters, Case(bucket=50)):
+        assert reads > 10 and error < BOUND
 
 
 def counters_of_a_rank_that_waits(case):
     """Rank 1 begins its backward late. Returns how long reading the counters took at most until that moment."""
-    module, engine = start(case)
+    _, engine = start(case)
     backward(engine)
     engine.step()
-    longest, done = [0.0], threading.Event()
-
-    def poll():
-        while not done.is_set():
-            began = time.monotonic()
-            gradient_counters(engine)
-            reset_gradient_counters(engine)
-            longest[0] = max(longest[0], time.monotonic() - began)
-            time.sleep(1e-3)
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
+    with counters_polled(engine) as seconds:
         time.sleep(2 * dist.get_rank())
         backward(engine, 1)
-    finally:
-        done.set()
-        poller.join()
     engine.step()
     engine.destroy()
-    return longest[0]
+    return max(seconds)
 
 
 @pytest.mark.sanitized

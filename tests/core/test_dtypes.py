@@ -206,15 +206,6 @@ def test_gradients_in_fp32_under_bf16(ranks, varied):
         assert compiled.held == NOTHING
 
 
-def test_autocast(ranks):
-    """A gradient in bf16 would be taken for one of its fp32 parameter's size, and only half of it be sent."""
-    case = Case(MODEL, config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, steps=4)
-    for result in ranks(2).run(train_beside_plain_loop, case):
-        # Linear layers run, and their gradients travel, in bf16.
-        assert result.error < 0.02
-        assert result.held[-1] == NOTHING
-
-
 class UnderDefault(NamedTuple):
     as_ever: Trained
     under: Trained  # under the default dtype

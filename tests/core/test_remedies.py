@@ -326,28 +326,6 @@ def test_layers_of_which_the_optimizer_lacks_a_parameter(ranks):
         assert not any("to autograd" in text for text in texts) and ended.from_graphs[-1] > 0
 
 
-def train_with_the_later_engine():
-    """A later engine trains the parameters of an earlier one; returns what the latter says, and what comes of it."""
-    torch.manual_seed(0)
-    module = BlocksWithin()
-    earlier = make_engine(module.to(device()), Case(config=REGIONAL))
-    pair = Beside(module, Case(config=REGIONAL))
-    ids = batch(0, 0, dist.get_rank(), 4)
-    told = told_by(lambda: earlier.backward(earlier(ids))) or told_by(earlier.step)
-    earlier.destroy()
-    for step in range(2):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    return told, pair.end()
-
-
-@pytest.mark.follows("use that one, and destroy this one")
-def test_an_engine_whose_parameters_a_later_one_trains(ranks):
-    """The engine that is to be destroyed would take with it what the later one needs."""
-    for told, ended in ranks(2).run(train_with_the_later_engine):
-        assert "use that one, and destroy this one" in told
-        check([ended])
-
-
 def train_under_hooks(of_all):
     """Trains with a hook of all modules, or with one at each; returns warnings, the calls, and what came of it."""
     torch.manual_seed(0)

@@ -5,7 +5,7 @@
 import copy
 import dataclasses
 import importlib
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, List, NamedTuple
 
 import pytest
 import torch
@@ -108,6 +108,11 @@ def train_both_ways(run, between=None):
     )
 
 
+@pytest.mark.follows(
+    "has no form for the third state of amsgrad=true; set amsgrad to false",
+    "set torch_autocast.dtype to bfloat16, or leave {} out",
+    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out",
+)
 @vary(
     "varied",
     [
@@ -119,6 +124,13 @@ def train_both_ways(run, between=None):
         {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
         {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"between": "offload", "stage": 2},
+        # As refusals advise.
+        {
+            "config": {
+                "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+                "zero_optimization": {"elastic_checkpoint": False},
+            }
+        },
     ],
 )
 def test_it_trains_as_with_states_in_fp32(ranks, varied):
@@ -474,92 +486,6 @@ def test_a_step_that_others_have_changed_is_refused(ranks):
     for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
         assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
         assert "master 0" in moved
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    says: str
-    config: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    case: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    amsgrad: bool = False
-    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the configuration that ``says`` advises
-
-
-REFUSALS = {
-    "SGD": Refusal(
-        "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
-        "or leave compile.optimizer_states out",
-        case={"optimizer": "SGD"},
-    ),
-    "amsgrad": Refusal(
-        "compile.optimizer_states='8bit' has no form for the third state of amsgrad=true; set amsgrad to false, or "
-        "leave compile.optimizer_states out",
-        amsgrad=True,
-    ),
-    "autocast": Refusal(
-        "compile.optimizer_states='8bit' leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
-        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out",
-        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        advised={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    ),
-    "offload": Refusal(
-        "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "
-        "no states; leave one of them out",
-        case={"offloaded": True},
-    ),
-    "elastic": Refusal(
-        "compile.optimizer_states='8bit' has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint "
-        "to false, or leave compile.optimizer_states out",
-        config={"zero_optimization": {"elastic_checkpoint": True}},
-        advised={"zero_optimization": {"elastic_checkpoint": False}},
-    ),
-    "masters": Refusal(
-        "compile.optimizer_states='8bit' needs master weights in fp32; leave it out, or master_weights_and_grads in "
-        "low precision",
-        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        advised={"bf16": {"enabled": True}},
-    ),
-}
-
-
-def refused():
-    """Returns what engine.compile() says, by the name of the refusal."""
-    said = {}
-    for name, refusal in REFUSALS.items():
-        _, engine = start_uncompiled(run_of(config=refusal.config, **refusal.case))
-        for group in engine.optimizer.optimizer.param_groups:
-            group["amsgrad"] = refusal.amsgrad
-        said[name] = outcome(engine.compile, backend="eager")
-        engine.destroy()
-    return said
-
-
-def as_advised():
-    """Returns for each refusal whether states are in 8 bits when an engine is made and trained as it advises."""
-    found = {}
-    for name, refusal in REFUSALS.items():
-        run = run_of(config=refusal.advised)
-        _, engine = start_uncompiled(run)
-        engine.compile(backend="eager")
-        train(engine, run, [0])
-        found[name] = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.follows(
-    "has no form for the third state of amsgrad=true; set amsgrad to false",
-    "set torch_autocast.dtype to bfloat16, or leave {} out",
-    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out",
-)
-def test_refused_states(ranks):
-    """Each of these would train with states in fp32, or raise in the first step."""
-    sentences = {
-        name: f"ValueError: DeepCompile with ZeRO stage 1: {refusal.says}" for name, refusal in REFUSALS.items()
-    }
-    assert ranks(1).run(refused) == [sentences]
-    (found,) = ranks(1).run(as_advised)
-    assert all(found.values()), found
 
 
 # A partition of two ranks has 4,232 elements, of which no block size above 8 is a divisor.
