@@ -466,28 +466,6 @@ def test_states_cannot_be_set(ranks):
         assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
 
 
-def says_in_a_step(run):
-    """Returns what a step raises once the optimizer's step() has a hook, and whether it steps without the hook."""
-    _, engine = start(run)
-    train(engine, run, [0])
-    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
-    said = outcome(train, engine, run, [1])
-    handle.remove()
-    before = state(engine)
-    train(engine, run, [1])
-    moved = differing(state(engine), before)
-    engine.destroy()
-    return said, moved
-
-
-@pytest.mark.follows("works with a gradient scaler; undo that")
-def test_a_step_that_others_have_changed_is_refused(ranks):
-    """A hook that a user gave to step() would silently not run."""
-    for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
-        assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
-        assert "master 0" in moved
-
-
 # A partition of two ranks has 4,232 elements, of which no block size above 8 is a divisor.
 WIDTH = 46
 SETTINGS = {"lr": 0.02, "eps": 0.1}

@@ -342,12 +342,22 @@ def load(run, folder, tag, expected, before):
     return Passed(loaded, end, right)
 
 
+@pytest.mark.table
 @vary(
-    "saves, loads, before", [(True, True, "step"), (True, True, None), (True, False, "step"), (False, True, "compile")]
+    "saves, loads, before, varied",
+    [
+        (True, True, "step", {}),
+        (True, True, None, {}),
+        (True, False, "step", {}),
+        (False, True, "compile", {}),
+        # States in 8 bits beside remainders, and partitions without padding.
+        (True, True, "step", {"compile_options": EIGHT_BITS, "groups": 1}),
+        (True, True, "step", {"config": {"zero_optimization": {"elastic_checkpoint": True}}}),
+    ],
 )
-def test_saved_and_loaded(ranks, tmp_path, saves, loads, before):
+def test_saved_and_loaded(ranks, tmp_path, saves, loads, before, varied):
     """A checkpoint has fp32 master weights, so it loads with the option on and off, and in DeepSpeed."""
-    run = run_of(accumulation=1)
+    run = run_of(accumulation=1, **varied)
     saved_by, loaded_by = (run if has else without(run) for has in (saves, loads))
     expected = ranks(2).run(save, saved_by, str(tmp_path))
     for passed in ranks(2).run(load, loaded_by, str(tmp_path), "saved", cpu(expected[0]), before):
@@ -356,21 +366,6 @@ def test_saved_and_loaded(ranks, tmp_path, saves, loads, before):
 
 def cpu(seen):
     return [[value.cpu() for value in values] for values in seen]
-
-
-@vary(
-    "varied",
-    [
-        {"compile_options": EIGHT_BITS, "groups": 1},
-        {"config": {"zero_optimization": {"elastic_checkpoint": True}}},
-    ],
-)
-def test_saved_and_loaded_in_other_forms(ranks, tmp_path, varied):
-    """States in 8 bits beside remainders, and partitions without padding, go ways of their own."""
-    run = run_of(accumulation=1, **varied)
-    expected = ranks(2).run(save, run, str(tmp_path))
-    for passed in ranks(2).run(load, run, str(tmp_path), "saved", cpu(expected[0]), "step"):
-        assert passed.end and passed.loaded and passed.right, passed
 
 
 @vary("world, before", [(1, "step"), pytest.param(3, None, marks=pytest.mark.slow)])
@@ -862,6 +857,7 @@ def test_torch_counts_steps(ranks):
 
 
 def says_in_a_step(run):
+    """Returns what is said of a hook at set-up, of an optimizer that can be differentiated, and of a later hook."""
     engine = begin(run, compiled=False)
     inner = engine.optimizer.optimizer
     handle = inner.register_step_post_hook(lambda *_: None)
@@ -887,18 +883,26 @@ def says_in_a_step(run):
 @pytest.mark.follows(
     "cannot be differentiated; set the optimizer's differentiable to false",
     "which has hooks or was replaced; undo that, or leave {} out",
+    "works with a gradient scaler; undo that",
 )
-def test_a_step_that_others_have_changed_is_refused(ranks):
-    """The optimizer's own step() would step NaN."""
-    for (at_set_up, differentiable, in_a_step), moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
-        leaves_out = "compile.store_param_remainders leaves the optimizer's own step() out, which has hooks"
+@vary("options", [REMAINDERS, EIGHT_BITS])
+def test_a_step_that_others_have_changed_is_refused(ranks, options):
+    """The optimizer's own step() would step NaN, or states in fp32, or a hook that a user gave to it not run."""
+    ((name, value),) = options.items()
+    asked = f"compile.{name}" if value is True else f"compile.{name}={value!r}"
+    run = run_of(model="AlignedBlocksWithin", accumulation=1)
+    run = dataclasses.replace(run, config={**run.config, "compile": options})
+    for (at_set_up, differentiable, in_a_step), moved in ranks(1).run(says_in_a_step, run):
+        refused, leaves_out = (
+            "ValueError: DeepCompile with ZeRO stage 2",
+            f"{asked} leaves the optimizer's own step() out",
+        )
         assert at_set_up == (
-            f"ValueError: DeepCompile with ZeRO stage 2: {leaves_out} or was replaced; undo that, or leave "
-            "compile.store_param_remainders out"
+            f"{refused}: {leaves_out}, which has hooks or was replaced; undo that, or leave compile.{name} out"
         )
         assert differentiable == (
-            "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders cannot be differentiated; set "
-            "the optimizer's differentiable to false, or leave compile.store_param_remainders out"
+            f"{refused}: {asked} cannot be differentiated; set the optimizer's differentiable to false, or leave "
+            f"compile.{name} out"
         )
         assert in_a_step.startswith(f"RuntimeError: {leaves_out}")
         assert moved
