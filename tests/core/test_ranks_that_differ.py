@@ -201,21 +201,6 @@ def test_models(ranks, stage, accumulation, backend, regional, model, program):
     check(ranks(2).run(train, case, program))
 
 
-@pytest.mark.slow
-@vary(
-    "model, program",
-    [
-        *(("Chosen", program) for program in ("layers-dropped", "one-without-gradients")),
-        *((model, "layers-dropped") for model in ("Tied", "Switch", "ReentrantlyCheckpointed")),
-    ],
-)
-@vary("backend, regional", [("eager", True), ("inductor", False)])
-@vary("stage, accumulation", [(1, 3), (2, 1)])
-def test_four_ranks(ranks, stage, accumulation, backend, regional, model, program):
-    case = differing(regional, model=model, stage=stage, accumulation=accumulation, backend=backend)
-    check(ranks(4).run(train, case, program))
-
-
 @vary(
     "zero_optimization, compile_options",
     [

@@ -5,7 +5,6 @@
 import copy
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import time
@@ -252,19 +251,6 @@ def test_one_rank_without_a_compiler(ranks, tmp_path):
     assert of_other in said and "rank 1 could not set an engine up" in said
     assert "this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get" in of_other
     assert max(error, other_error) < BOUND
-
-
-def test_without_a_compiler(tmp_path):
-    """Training would end in an error of ninja or of the shell that names nothing to install."""
-    code = "from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module; reducer_module()"
-    without = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | without, cwd=tmp_path, capture_output=True, text=True
-    )
-    assert ended.stderr.splitlines()[-1].startswith(
-        "RuntimeError: DeepCompile could not build its native code: this machine lacks a C++ compiler (there is no "
-        "no-such-compiler; `apt-get install g++`, or name one in CXX)"
-    )
 
 
 @pytest.mark.follows("`pip install ninja`, and the environment's bin in PATH", "`apt-get install python3-dev`")

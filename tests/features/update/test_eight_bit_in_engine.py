@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
 
-import copy
 import dataclasses
-import importlib
 from typing import Any, List, NamedTuple
 
 import pytest
@@ -21,21 +19,17 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from support.beside import warnings_logged
 from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, to_universal, train
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.options import outcome
 from support.training import (
-    BOUND,
     ROUNDING,
     Case,
-    as_traced,
     compile_backend,
     device,
     make_engine,
     relative_error,
-    step_plain,
     total_error,
 )
 from support.training import build as build_case
@@ -464,66 +458,3 @@ def test_states_cannot_be_set(ranks):
     for kept, said in ranks(1).run(says_when_states_are_set, run_of()):
         assert kept
         assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
-
-
-# A partition of two ranks has 4,232 elements, of which no block size above 8 is a divisor.
-WIDTH = 46
-SETTINGS = {"lr": 0.02, "eps": 0.1}
-
-
-def train_beside_adamw(make, states):
-    """Trains matrices with an optimizer, beside torch's AdamW in fp32.
-
-    Args:
-        make: makes the optimizer: "torchao.optim:AdamW8bit", say.
-        states: ``compile.optimizer_states``.
-
-    Returns:
-        What is warned of, whether states are in 8 bits, the error of the master weights, and how far they moved.
-    """
-    module, _, name = make.partition(":")
-    make = getattr(importlib.import_module(module), name)
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).to(device())
-    plain, before = copy.deepcopy(module), copy.deepcopy(module)
-    expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
-    case = Case(config={"compile": {"optimizer_states": states}})
-    # Torchao compiles its step, which takes long.
-    with warnings_logged() as texts, as_traced(True):
-        engine = make_engine(module, case, optimizer=make(module.parameters(), **SETTINGS))
-        for step in range(5):
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            x = torch.randn(8, WIDTH, generator=generator).to(device())
-            engine.backward(engine(x).square().sum())
-            engine.step()
-            plain(x).square().sum().backward()
-            step_plain(plain, expected)
-        is_in_8_bits = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
-    error, moved = (total_error(module.parameters(), other.parameters()) for other in (plain, before))
-    engine.destroy()
-    return [text for text in texts if "keeps states in fp32" in text], is_in_8_bits, error, moved
-
-
-@pytest.mark.follows("leave it so, or use Adam or AdamW of torch")
-def test_partitions_that_no_block_size_divides(ranks):
-    """Who wanted states in 8 bits would have none after doing as the warning says, or train wrongly."""
-    pytest.importorskip("torchao", reason="needs torchao")
-    first, last = ranks(2).run(train_beside_adamw, "torchao.optim:AdamW8bit", None)
-    assert last[0] == [] and [text.partition("; ")[2] for text in first[0]] == [
-        "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
-    ]
-    # Left so, it steps as in fp32.
-    for _, is_in_8_bits, error, moved in (first, last):
-        assert not is_in_8_bits and error < BOUND < 1e-2 < moved
-    for texts, is_in_8_bits, error, moved in ranks(2).run(train_beside_adamw, "torch.optim:AdamW", "8bit"):
-        assert texts == [] and is_in_8_bits and BOUND < error < 0.05 * moved
-
-
-@pytest.mark.quick
-def test_the_key_names_a_format():
-    """A format that is misspelled would leave states in fp32."""
-    from deepspeed.compile.config import CompileConfig
-
-    assert CompileConfig(deepcompile=True).optimizer_states is None
-    with pytest.raises(ValueError, match="set it to '8bit', or leave it out"):
-        CompileConfig(deepcompile=True, optimizer_states="9bit")
