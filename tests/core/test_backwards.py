@@ -20,10 +20,11 @@ from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, Outcome, check
+from support.engines import CaseBeside
 from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.graph_cache import compiled_anew
 from support.ids import vary
-from support.lifetime import backward, start, step_beside
+from support.lifetime import backward, start
 from support.training import (
     BOUND,
     NOTHING,
@@ -32,24 +33,20 @@ from support.training import (
     batch,
     build,
     held,
-    make_optimizer,
     relative_error,
-    step_plain,
-    train_plain,
 )
 
 
 def full_gradients(case):
     """Error of safe_get_full_grad() between backward and step against a plain loop's averaged gradients."""
-    module, engine = start(case)
-    plain = build(case)
-    backward(engine)
-    plain(batch(0, 0, dist.get_rank(), 4)).backward()
-    average_gradients(plain)
-    found = [safe_get_full_grad(parameter) for parameter in module.parameters()]
-    error = relative_error(found, [parameter.grad for parameter in plain.parameters()])
-    engine.step()
-    engine.destroy()
+    pair, ids = Beside(build(case), case), batch(0, 0, dist.get_rank(), 4)
+    pair.engine.backward(pair.engine(ids))
+    pair.plain(ids).backward()
+    average_gradients(pair.plain)
+    found = [safe_get_full_grad(parameter) for parameter in pair.module.parameters()]
+    error = relative_error(found, [parameter.grad for parameter in pair.plain.parameters()])
+    pair.engine.step()
+    pair.engine.destroy()
     return error
 
 
@@ -127,9 +124,8 @@ def test_the_host_waits_before_the_optimizer_only_to_agree(ranks, asked, regiona
 
 def without_synchronization(case, context):
     """no_sync() or coalesce_grad_reduction(): the error against a plain loop over the same batches."""
-    module, engine = start(case)
-    plain = build(case)
-    optimizer = make_optimizer(plain, case)
+    pair = Beside(build(case), case)
+    engine = pair.engine
     micro_batches = 3 if context == "no_sync" else 2
     with getattr(engine, context)():
         for micro_step in range(2):
@@ -140,11 +136,9 @@ def without_synchronization(case, context):
         backward(engine, 0, 2)
     engine.step()
     for micro_step in range(micro_batches):
-        plain(batch(0, micro_step, dist.get_rank(), 4)).backward()
-    step_plain(plain, optimizer)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+        pair.plain(batch(0, micro_step, dist.get_rank(), 4)).backward()
+    pair.step_plain()
+    return pair.last_error()
 
 
 @pytest.mark.core
@@ -156,81 +150,64 @@ def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage, context):
     assert max(ranks(2).run(without_synchronization, Case(stage=stage), context)) < BOUND
 
 
-class Polled(NamedTuple):
-    """How often the counters were read while an engine trained, and its error."""
-
-    reads: int
-    error: float
-
-
-def polled_counters(case):
-    """Trains while another thread reads the counters without pause."""
-    module, engine = start(case)
-    plain = build(case)
-    optimizer = make_optimizer(plain, case)
-    reads, done = [0], threading.Event()
-
-    def poll():
-        while not done.is_set():
-            gradient_counters(engine)
-            reset_gradient_counters(engine)
-            reads[0] += 1
-            # Else it takes a whole core, while the other thread compiles.
-            time.sleep(1e-4)
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        for step in range(5):
-            # The caller drops gradients that lie in `parameter.grad`, which the other thread is reading.
-            with engine.no_sync():
-                backward(engine, step)
-            for parameter in module.parameters():
-                parameter.grad = None
-            engine.zero_grad()
-            step_beside(engine, plain, optimizer, step)
-    finally:
-        done.set()
-        poller.join()
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Polled(reads[0], error)
-
-
-@pytest.mark.sanitized
-def test_counters_may_be_read_from_another_thread(ranks):
-    """Reading the counters would race with a thread that drops or reduces the gradients that are counted."""
-    for polled in ranks(2).run(polled_counters, Case(bucket=50)):
-        assert polled.reads > 10
-        assert polled.error < BOUND
-
-
-def counters_of_a_rank_that_waits(case):
-    """Rank 1 begins its backward late. Returns how long reading the counters took at most until that moment."""
-    module, engine = start(case)
-    backward(engine)
-    engine.step()
-    longest, done = [0.0], threading.Event()
+@contextlib.contextmanager
+def counters_polled(engine):
+    """Within it another thread reads the counters without pause. Yields a list of how long each reading took."""
+    seconds, done = [], threading.Event()
 
     def poll():
         while not done.is_set():
             began = time.monotonic()
             gradient_counters(engine)
             reset_gradient_counters(engine)
-            longest[0] = max(longest[0], time.monotonic() - began)
-            time.sleep(1e-3)
+            seconds.append(time.monotonic() - began)
+            # Else it takes a whole core, while the other thread compiles.
+            time.sleep(1e-4)
 
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        time.sleep(2 * dist.get_rank())
-        backward(engine, 1)
+        yield seconds
     finally:
         done.set()
         poller.join()
+
+
+def polled_counters(case):
+    """Returns how often the counters were read while an engine trained, and its error."""
+    torch._dynamo.reset()
+    pair = CaseBeside(case)
+    engine = pair.engine
+    with counters_polled(engine) as reads:
+        for step in range(5):
+            # The caller drops gradients that lie in `parameter.grad`, which the other thread is reading.
+            with engine.no_sync():
+                backward(engine, step)
+            for parameter in pair.module.parameters():
+                parameter.grad = None
+            engine.zero_grad()
+            pair.step(step)
+    return len(reads), pair.last_error()
+
+
+@pytest.mark.sanitized
+def test_counters_may_be_read_from_another_thread(ranks):
+    """Reading the counters would race with a thread that drops or reduces the gradients that are counted."""
+    for reads, error in ranks(2).run(polled_counters, Case(bucket=50)):
+        assert reads > 10 and error < BOUND
+
+
+def counters_of_a_rank_that_waits(case):
+    """Rank 1 begins its backward late. Returns how long reading the counters took at most until that moment."""
+    _, engine = start(case)
+    backward(engine)
+    engine.step()
+    with counters_polled(engine) as seconds:
+        time.sleep(2 * dist.get_rank())
+        backward(engine, 1)
     engine.step()
     engine.destroy()
-    return longest[0]
+    return max(seconds)
 
 
 @pytest.mark.sanitized
@@ -262,19 +239,16 @@ def _two_backwards(engine, case):
 
 def raise_in_a_step(case):
     """The second backward of a step raises. The engine is asked what it is then, and trains another step."""
-    module, engine, plain, optimizer = fragile(case)
-    gradients, loss = _two_backwards(engine, case)
+    pair = fragile(case)
+    gradients, loss = _two_backwards(pair.engine, case)
     storages = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
     del gradients
     with contextlib.suppress(Injected):
         loss.backward()
-    now = held_soon(engine)
-    alive, is_boundary = sum(not storage.expired() for storage in storages), engine.is_gradient_accumulation_boundary()
-    train_step(engine, 2, case.accumulation)
-    train_plain(plain, optimizer, 2, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Raised(now, alive, is_boundary, error)
+    now, alive = held_soon(pair.engine), sum(not storage.expired() for storage in storages)
+    is_boundary = pair.engine.is_gradient_accumulation_boundary()
+    pair.step(2)
+    return Raised(now, alive, is_boundary, pair.last_error())
 
 
 # Of the gradients of the first backward, some are bound and handed over, and those of two micro-batches unreduced.
@@ -294,17 +268,15 @@ def test_a_backward_that_raised_leaves_nothing(ranks, stage, accumulation):
 
 def raise_after_two_forwards(case):
     """The backward of one of two forwards raises. Trains on the other's, and returns the error of the parameters."""
-    module, engine, plain, optimizer = fragile(case)
-    raises, loss = (engine(batch(step, 0, dist.get_rank(), 4)) for step in (9, 0))
+    pair = fragile(case)
+    raises, loss = (pair.engine(batch(step, 0, dist.get_rank(), 4)) for step in (9, 0))
     in_backward.happen = raise_injected
     with pytest.raises(Injected):
         raises.backward()
     loss.backward()
-    engine.step()
-    train_plain(plain, optimizer, 0)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+    pair.engine.step()
+    pair.train_plain(0)
+    return pair.last_error()
 
 
 @pytest.mark.core
@@ -315,7 +287,7 @@ def test_a_backward_after_one_that_raised_without_a_forward_between(ranks):
 
 def begin_while_another_is_dropped(case):
     """A backward raises in another thread, which stays long where it drops a gradient. This thread takes a step."""
-    module, engine, plain, optimizer = fragile(case)
+    pair = fragile(case)
     told, may_go_on, names = threading.Event(), threading.Event(), []
 
     def stay():
@@ -327,20 +299,18 @@ def begin_while_another_is_dropped(case):
         with contextlib.suppress(Injected):
             loss.backward()
 
-    gradients, loss = _two_backwards(engine, case)
+    gradients, loss = _two_backwards(pair.engine, case)
     weakref.finalize(gradients[0], stay)
     del gradients
     other = threading.Thread(target=raise_in_backward)
     other.start()
     assert told.wait(30) and in_backward.happen is None
-    train_step(engine, 2, case.accumulation)
+    train_step(pair.engine, 2, case.accumulation)
     may_go_on.set()
     other.join()
     assert names != [threading.main_thread().name]
-    train_plain(plain, optimizer, 2, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+    pair.train_plain(2)
+    return pair.last_error()
 
 
 @pytest.mark.sanitized

@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import time
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from support.checkpoints import (
 )
 from support.ids import vary
 from support.parameter_gather import DELAY, one_rank_late
-from support.training import BOUND, relative_error, total_error
+from support.training import BOUND, relative_error
 
 
 class Loaded(NamedTuple):
@@ -167,52 +167,6 @@ def test_rolled_back(ranks, tmp_path, stage, dtype, overlapped):
     for result in results:
         assert result.differing == []
         assert_same(result.end, dtype)
-
-
-class Resumed(NamedTuple):
-    """What a run that was stopped and resumed came to."""
-
-    end: Compared  # against the run that went on
-    beside_plain: Optional[float]  # in fp32 the error of that one against a plain loop
-
-
-def stop_and_resume(run, folder, steps, stop):
-    """Saves behind ``stop`` steps and trains on to the end; a new engine loads and trains to the end too."""
-    module, engine = start(run)
-    train(engine, run, range(stop))
-    engine.save_checkpoint(folder, tag="saved")
-    saved = state(engine)
-    train(engine, run, range(stop, steps))
-    expected, error = state(engine), None
-    if run.dtype == "fp32":
-        plain = Plain(run)
-        plain.train(range(steps))
-        error = total_error(module.parameters(), plain.module.parameters())
-    engine.destroy()
-    _, engine = start(run, seed=1)
-    engine.load_checkpoint(folder, tag="saved")
-    train(engine, run, range(stop, steps))
-    resumed = state(engine)
-    engine.destroy()
-    return Resumed(compared(resumed, expected, saved), error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "run",
-    [
-        Run(stage=2, dtype="bf16", accumulation=1),
-        # Fewer parameters, which is quicker.
-        Run(stage=1, dtype="fp32", accumulation=3, model="FillsPartition"),
-    ],
-    ids=lambda run: f"stage{run.stage}-acc{run.accumulation}-{run.dtype}",
-)
-def test_200_steps_stopped_and_resumed(ranks, tmp_path, run):
-    run = dataclasses.replace(run, schedule="OneCycleLR", vary_length=True)
-    results = ranks(2).run(stop_and_resume, run, str(tmp_path), steps=200, stop=170)
-    for result in results:
-        assert_same(result.end, run.dtype)
-        assert result.beside_plain is None or result.beside_plain < BOUND
 
 
 # Schedules ---------------------------------------------------------------------------------------------------------

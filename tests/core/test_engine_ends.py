@@ -94,12 +94,15 @@ def second_engine(case, stages):
         except Exception as exception:
             raised.append(f"{type(exception).__name__}: {exception}")
     moved = relative_error(second.module.parameters(), before.parameters())
-    second.step(5)
-    error_again = second.end().worst
+    # As the error advises.
     first.engine.destroy()
+    second.step(5)
+    error_again = second.error()
+    second.engine.destroy()
     return Second(error, raised, moved, error_again)
 
 
+@pytest.mark.follows("use that one, and destroy this one")
 @pytest.mark.sanitized
 @pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2)], ids="stage{0[0]}-then-stage{0[1]}".format)
 @pytest.mark.parametrize(
@@ -111,12 +114,16 @@ def second_engine(case, stages):
     ],
 )
 def test_second_engine_of_a_module(ranks, model, stages):
-    """Graphs and hooks of a module's first engine would reduce gradients of the second one's steps again."""
+    """Graphs and hooks of a module's first engine would reduce gradients of the second one's steps again.
+
+    Or the end of the first would take with it what the second needs.
+    """
     for second in ranks(2).run(second_engine, Case(model=model), stages):
         assert second.error < BOUND
         # One sentence, whatever the first engine is asked for.
         for sentence in second.raised:
             assert sentence is not None and "engine" in sentence and "\n" not in sentence, second.raised
+        assert any("use that one, and destroy this one" in sentence for sentence in second.raised)
         assert second.moved == 0 and second.error_again < BOUND
 
 

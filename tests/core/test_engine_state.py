@@ -7,6 +7,7 @@ import gc
 from typing import NamedTuple
 from unittest import mock
 
+import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -76,23 +77,22 @@ def train_with_states_moved(run, moment):
     return Moved(compared(actual, expected, before), len(places))
 
 
+@pytest.mark.table
 @vary("moment", ["between steps", "between micro-batches", "between backward and step"])
-@vary("stage, dtype, overlapped", [(1, "bf16", False), (2, "fp32", True)])
-def test_states_moved_away_and_back(ranks, stage, dtype, overlapped, moment):
+@vary(
+    "varied",
+    [
+        {"stage": 1, "dtype": "bf16"},
+        {"stage": 2, "dtype": "fp32", "overlapped": True},
+        # On the host already.
+        {"stage": 2, "dtype": "bf16", "offloaded": True},
+    ],
+)
+def test_states_moved_away_and_back(ranks, varied, moment):
     """A step would read or write where parameters, masters or gradients were before they were moved."""
-    run = Run(stage=stage, dtype=dtype, overlapped=overlapped, steps=4)
-    for moved in ranks(2).run(train_with_states_moved, run, moment):
+    for moved in ranks(2).run(train_with_states_moved, Run(**varied, steps=4), moment):
         assert moved.places > 1, "parameters stayed where they were"
-        assert_same(moved.end, dtype)
-
-
-@vary("moment", ["between steps", "between micro-batches", "between backward and step"])
-def test_states_moved_away_and_back_with_offloading(ranks, moment):
-    """States that are on the host already would be moved there once more, and come back to the wrong memory."""
-    run = Run(stage=2, dtype="bf16", steps=4, offloaded=True)
-    for moved in ranks(2).run(train_with_states_moved, run, moment):
-        assert moved.places > 1, "parameters stayed where they were"
-        assert_same(moved.end, "bf16")
+        assert_same(moved.end, varied["dtype"])
 
 
 def tensors_of(engine, kind):

@@ -29,7 +29,7 @@ from support.faults import (
     train_step,
 )
 from support.ids import vary
-from support.training import BOUND, NOTHING, Case, batch, device, held, relative_error, step_plain, train_plain
+from support.training import BOUND, NOTHING, Case, batch, device, held
 
 
 @pytest.mark.sanitized
@@ -76,9 +76,9 @@ def part_of_a_step_lost(case, how):
     Where DeepSpeed counts micro-batches ("counted"), engine.step() is called behind the one that raised as behind the
     others.
     """
-    module, engine, plain, optimizer = fragile(case)
-    train_step(engine, 0, 3)
-    train_plain(plain, optimizer, 0, 3)
+    pair = fragile(case)
+    engine, plain = pair.engine, pair.plain
+    pair.step(0)
 
     steps_each = how in ("boundary", "counted", "no_sync, counted")
 
@@ -119,15 +119,13 @@ def part_of_a_step_lost(case, how):
             engine.step()
         for micro_step in (2, 0, 1):
             (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
-        step_plain(plain, optimizer)
+        pair.step_plain()
     else:
         if how == "no_sync":
             engine.set_gradient_accumulation_boundary(True)
         run(2, fails=False)
-        train_plain(plain, optimizer, 2, 3)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterLoss(raised, error)
+        pair.train_plain(2)
+    return AfterLoss(raised, pair.last_error())
 
 
 @pytest.mark.follows("call engine.optimizer.zero_grad() and run all of its micro-batches again")
@@ -148,7 +146,8 @@ def a_region_that_was_left(case, where):
 
     Another step follows.
     """
-    module, engine, plain, optimizer = fragile(case)
+    pair = fragile(case)
+    engine = pair.engine
 
     def region(step, fails):
         with engine.coalesce_grad_reduction():
@@ -167,10 +166,8 @@ def a_region_that_was_left(case, where):
         region(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
-        train_plain(plain, optimizer, step, 3)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterLoss(raised, error)
+        pair.train_plain(step)
+    return AfterLoss(raised, pair.last_error())
 
 
 @vary("where", ["forward", "backward", "behind the backward"])
@@ -193,7 +190,7 @@ class AfterStep(NamedTuple):
 
 def a_step_that_changed_nothing(case, where=(optimizer_step, "global_norm")):
     """A step raises before it changes parameters, and is redone. ``where``: (holder, name) of what raises."""
-    module, engine, plain, optimizer = fragile(case)
+    pair = fragile(case)
     holder, name = where
     own = getattr(holder, name)
 
@@ -204,16 +201,13 @@ def a_step_that_changed_nothing(case, where=(optimizer_step, "global_norm")):
     setattr(holder, name, raises)
     raised = None
     try:
-        train_step(engine, 0, case.accumulation)
+        train_step(pair.engine, 0, case.accumulation)
     except Injected as error:
         raised = str(error)
-    after = held(gradient_counters(engine))
+    after = held(gradient_counters(pair.engine))
     for step in range(2):
-        train_step(engine, step, case.accumulation)
-        train_plain(plain, optimizer, step, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterStep(raised, after, error)
+        pair.step(step)
+    return AfterStep(raised, after, pair.last_error())
 
 
 def interrupted_as_it_is_handed_over(case):

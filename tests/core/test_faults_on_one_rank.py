@@ -189,7 +189,7 @@ def on_one_rank(case, how, rank, steps=3):
     """A fault in the backward of ``rank``, which goes on if it can."""
     from deepspeed.accelerator import get_accelerator
 
-    _, engine, _, _ = fragile(case)
+    engine = fragile(case).engine
     # Longer than the others wait.
     patience = engine.data_parallel_group._get_backend(device()).options._timeout.total_seconds()
     happenings = {
@@ -245,7 +245,7 @@ def test_a_backward_that_raises_on_one_rank(stage, accumulation, capfd):
 
 def apart_after_a_checkpoint(case, how, folder):
     """Takes a step and saves it. Returns what is raised where one rank then dies in a backward, or runs one more."""
-    _, engine, _, _ = fragile(case)
+    engine = fragile(case).engine
     train_step(engine, 0, 1)
     engine.save_checkpoint(folder)
     if how == "dies" and dist.get_rank() == 1:
@@ -261,14 +261,12 @@ def apart_after_a_checkpoint(case, how, folder):
 
 def resumed(case, folder):
     """Loads that step, and takes two more. Returns the error beside a plain loop that takes all three."""
-    module, engine, plain, optimizer = fragile(case)
-    engine.load_checkpoint(folder)
-    train_plain(plain, optimizer, 0, 1)
+    pair = fragile(case)
+    pair.engine.load_checkpoint(folder)
+    pair.train_plain(0)
     for step in (1, 2):
-        train_step(engine, step, 1)
-        train_plain(plain, optimizer, step, 1)
-    engine.destroy()
-    return relative_error(module.parameters(), plain.parameters())
+        pair.step(step)
+    return pair.last_error()
 
 
 @pytest.mark.follows(
@@ -302,7 +300,7 @@ class Attempt(NamedTuple):
 
 def dies_in_the_optimizer(case, rank):
     """``rank`` dies while it is stepped. Returns what the others' step came to, and what they try afterwards."""
-    _, engine, _, _ = fragile(case)
+    engine = fragile(case).engine
     train_step(engine, 0, 1)
     if dist.get_rank() == rank:
         engine.optimizer.optimizer.step = lambda: os._exit(17)

@@ -88,22 +88,6 @@ def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
     del library
 
 
-def test_a_graph_before_the_last_gets_no_end(fx):
-    """A call for each layer would cost the host time, and do nothing."""
-    backward = backward_graph(2)
-    finish_backward_graph(backward, release_reduce_buckets=False)
-    assert "end_backward" not in str(backward.graph)
-    assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
-
-
-def test_a_graph_that_reduces_nothing_gets_no_end(fx):
-    """A graph without reductions would end a backward in which others have still to reduce."""
-    backward = backward_graph(0)
-    before = str(backward.graph)
-    finish_backward_graph(backward, release_reduce_buckets=True)
-    assert str(backward.graph) == before
-
-
 @pytest.mark.quick
 def test_release_goes_to_the_first_graph_that_reduces(fx):
     """Buckets would be released by a graph after which others still reduce, or by none."""
@@ -275,11 +259,3 @@ def test_a_second_compilation_comes_from_torchs_caches(ranks):
         assert reduced == first.reduced > 0
         assert aot.get("autograd_cache_hit", 0) > 0 or inductor.get("fxgraph_cache_hit", 0) > 0, second
         assert aot.get("autograd_cache_miss", 0) == 0 and inductor.get("fxgraph_cache_miss", 0) == 0, second
-
-
-def test_the_first_of_several_graphs_releases(ranks):
-    """Each graph would send what it has, in more and smaller messages."""
-    for graphs, _ in ranks(2).run(backward_graphs, Case(model="SeveralGraphs")):
-        reducing = [graph.graph_id for graph in graphs if graph.reductions]
-        releasing = [graph.graph_id for graph in graphs if any(end.releases for end in graph.ends)]
-        assert len(reducing) > 1 and releasing == [min(reducing)]

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """When gradient memory exists, and that nothing keeps it longer or writes to it too early."""
 
-import copy
 import gc
 import time
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
@@ -15,6 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 
+from support.beside import Beside
+from support.engines import CaseBeside
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, start
 from support.models import Model
@@ -28,10 +29,6 @@ from support.training import (
     device,
     held,
     make_engine,
-    make_optimizer,
-    relative_error,
-    step_plain,
-    train_plain,
 )
 
 # Stages of a target ---------------------------------------------------------------------------------------------
@@ -295,7 +292,9 @@ class Released(NamedTuple):
 
 def release_by(how, case):
     """Releases the gradients of a backward by ``how``, and then trains on where an engine is left."""
-    module, engine = start(case)
+    torch._dynamo.reset()
+    pair = CaseBeside(case)
+    engine = pair.engine
     backward(engine)
     before = held(gradient_counters(engine))
     if how == "zero_grad":
@@ -313,14 +312,8 @@ def release_by(how, case):
         after = held(reducer.counters())
         after["registered"] = reducer.counters()["registered"]
         return Released(before, after, 0.0)
-    backward(engine, 1)
-    engine.step()
-    plain = build(case)
-    optimizer = make_optimizer(plain, case)
-    train_plain(plain, optimizer, 1)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Released(before, after, error)
+    pair.step(1)
+    return Released(before, after, pair.last_error())
 
 
 @pytest.mark.follows("run a backward at the gradient accumulation boundary first")
@@ -393,29 +386,22 @@ class Delayed(NamedTuple):
 
 def train_with_a_straggler(case, delay):
     """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
-    torch._dynamo.reset()
-    rank = dist.get_rank()
-    module = build(case)
-    plain = copy.deepcopy(module)
-    engine = make_engine(module, case)
-    optimizer = make_optimizer(plain, case)
-    waited = 0.0
+    rank, pair, waited = dist.get_rank(), Beside(build(case), case), 0.0
     for step in range(case.steps):
-        loss = engine(batch(step, 0, rank, 4))
+        ids = batch(step, 0, rank, 4)
+        loss = pair.engine(ids)
         if step > 0 and rank == step % dist.get_world_size():
             time.sleep(delay)
         begun = time.monotonic()
-        engine.backward(loss)
+        pair.engine.backward(loss)
         if loss.is_cuda:
             # There the device waits and not the host.
             torch.cuda.synchronize()
         waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
-        engine.step()
-        plain(batch(step, 0, rank, 4)).backward()
-        step_plain(plain, optimizer)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Delayed(error, waited)
+        pair.engine.step()
+        pair.plain(ids).backward()
+        pair.step_plain()
+    return Delayed(pair.last_error(), waited)
 
 
 def check_delayed(results):

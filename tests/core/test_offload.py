@@ -18,6 +18,7 @@ import deepspeed
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from support.beside import Beside
 from support.faults import half_a_step, on_every_rank
 from support.ids import vary
 from support.lifetime import address_space_left, backward, start
@@ -36,8 +37,6 @@ from support.training import (
     engine_by_configuration,
     held,
     low_precision,
-    make_engine,
-    make_optimizer,
     offload,
     ranges_of,
     relative_error,
@@ -396,27 +395,22 @@ def train_with_late_work(case, late):
 
     ``late``: "copies" to the host and collectives, the "gradients" themselves, or the "parameters" that come back.
     """
-    torch._dynamo.reset()
-    rank, module = dist.get_rank(), build(case)
-    plain = copy.deepcopy(module)
-    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    pair = Beside(build(case), case)
     for step in range(case.steps):
         for micro_step in range(case.accumulation):
-            ids = batch(step, micro_step, rank, 4)
-            loss = engine(ids)
+            ids = batch(step, micro_step, dist.get_rank(), 4)
+            loss = pair.engine(ids)
             if late == "copies":
                 keep_other_streams_busy()
             elif late == "gradients":
                 torch.cuda._sleep(CYCLES)
-            engine.backward(loss)
+            pair.engine.backward(loss)
             if late == "parameters":
                 keep_other_streams_busy()
-            engine.step()
-            (plain(ids) / case.accumulation).backward()
-        step_plain(plain, optimizer, case.clipping)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+            pair.engine.step()
+            (pair.plain(ids) / case.accumulation).backward()
+        step_plain(pair.plain, pair.optimizer, case.clipping)
+    return pair.last_error()
 
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")

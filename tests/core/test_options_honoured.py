@@ -9,7 +9,7 @@ import dataclasses
 import gc
 import re
 from types import SimpleNamespace
-from typing import List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Tuple
 from unittest import mock
 
 import pytest
@@ -21,13 +21,12 @@ from deepspeed.compile.zero_1_and_2.gradient import native
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from support.ids import vary
-from support.options import SMALL, train_and_collect_output, train_both_stages, train_each_beside_plain_loop
+from support.options import SMALL, train_and_collect_output, train_each_beside_plain_loop
 from support.training import (
     BOUND,
     NOTHING,
     Case,
     Trained,
-    batch,
     build,
     check_trained,
     make_engine,
@@ -192,43 +191,6 @@ def test_synchronize(ranks, option):
     for asked in (True, False):
         (told,) = ranks(1).run(read_by_the_reducer, {"compile": {option: asked}})
         assert told[word] is asked
-
-
-@vary("bucket", [1, 300])
-def test_reduce_bucket_size(ranks, bucket):
-    """More than a bucket and one gradient would be on their way at once."""
-    largest_gradient = 192 * 4
-    for result in train_both_stages(ranks, model="RepeatedLayers", bucket=bucket, steps=1, accumulation=1):
-        assert result.counters["peak_pending"] <= 4 * bucket + largest_gradient
-
-
-class StepWithNorm(NamedTuple):
-    norm: Optional[float]  # that the engine says the gradients of the step have; None if it says nothing
-    parameters: List[float]  # after the step
-
-
-def train_with_and_without_norm(stage):
-    """Trains for one step with the norm of the gradients and one without."""
-    found = []
-    for options in ({}, {"compute_grad_norm": False}):
-        case = Case(model=SMALL, stage=stage, config={"zero_optimization": options})
-        module = build(case)
-        engine = make_engine(module, case)
-        engine.backward(engine(batch(0, 0, torch.distributed.get_rank(), 4)))
-        engine.step()
-        norm = engine.get_global_grad_norm()
-        parameters = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-        found.append(StepWithNorm(None if norm is None else float(norm), parameters.tolist()))
-        engine.destroy()
-    return found
-
-
-@vary("stage", [1, 2])
-def test_compute_grad_norm(ranks, stage):
-    """Ranks would wait for a norm for which nobody has asked, or each would have a norm of its own."""
-    (computed, skipped), of_other_rank = ranks(2).run(train_with_and_without_norm, stage)
-    assert computed.norm > 0 and skipped.norm is None and of_other_rank == [computed, skipped]
-    assert computed.parameters == skipped.parameters
 
 
 def test_debug_log(ranks):

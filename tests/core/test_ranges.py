@@ -77,11 +77,12 @@ def draw_gradients(seed):
 def test_gradient(size, factor):
     """A range that begins or ends within a gradient, or in padding, would get the elements of its neighbour."""
     given, flat = draw_gradients(0)
+    held = [weakref.ref(view) for view in given.values()]
     gradient = PartitionGradient(given, factor and torch.tensor([factor]), torch.empty(0), torch.bfloat16)
     assert not given
     taken = [gradient.scaled(first, min(first + size, NUMEL)).clone() for first in range(0, NUMEL, size)]
     assert torch.equal(torch.cat(taken), flat if factor is None else flat * torch.tensor([factor]))
-    assert not gradient._rest, "gradients are held longer than they are needed"
+    assert not gradient._rest and not any(view() is not None for view in held), "gradients are held too long"
 
 
 @pytest.mark.quick

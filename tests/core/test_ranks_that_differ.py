@@ -4,7 +4,7 @@
 
 import dataclasses
 import random
-from typing import Dict, List, Set
+from typing import Dict, List
 
 import pytest
 import torch
@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
-from support.architectures import ARCHITECTURES
 from support.beside import Beside, Outcome, check
 from support.ids import vary
 from support.models import VOCABULARY, Block
-from support.training import BOUND, Case, batch, device
+from support.training import Case, batch, device
 
 DEPTH = 3
 WIDTH = 8
@@ -202,21 +201,6 @@ def test_models(ranks, stage, accumulation, backend, regional, model, program):
     check(ranks(2).run(train, case, program))
 
 
-@pytest.mark.slow
-@vary(
-    "model, program",
-    [
-        *(("Chosen", program) for program in ("layers-dropped", "one-without-gradients")),
-        *((model, "layers-dropped") for model in ("Tied", "Switch", "ReentrantlyCheckpointed")),
-    ],
-)
-@vary("backend, regional", [("eager", True), ("inductor", False)])
-@vary("stage, accumulation", [(1, 3), (2, 1)])
-def test_four_ranks(ranks, stage, accumulation, backend, regional, model, program):
-    case = differing(regional, model=model, stage=stage, accumulation=accumulation, backend=backend)
-    check(ranks(4).run(train, case, program))
-
-
 @vary(
     "zero_optimization, compile_options",
     [
@@ -340,79 +324,6 @@ def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, 
     )
     results = check(ranks(2).run(train_to_the_limit, case, 1, which))
     assert [result.from_graphs[-1] > 0 for result in results] == [rank != which for rank in range(2)]
-
-
-# Models of transformers ------------------------------------------------------------------------------------------
-
-
-class WithLoss(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, seed, inputs):
-        torch.manual_seed(seed)
-        return self.model(**inputs).loss
-
-
-def texts(architecture, seed, rank):
-    # So few tokens that experts are left without.
-    return {key: value[:, :2] for key, value in architecture.batch(seed, 1).items()}
-
-
-def images_on_the_first_rank(architecture, seed, rank):
-    if rank == 0:
-        return architecture.batch(seed, 2)
-    ids = torch.randint(8, 90, (2, 12), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": ids, "labels": ids}
-
-
-# Name of an architecture -> what a rank trains it on.
-INPUTS = {"Llava": images_on_the_first_rank, "SwitchTransformers": texts, "OPT": texts}
-
-
-@dataclasses.dataclass(frozen=True)
-class Missing(Outcome):
-    """``missing``: of each step, the parameters that got no gradient on this rank. ``inexact``: those that differ."""
-
-    missing: List[Set[str]]
-    inexact: Set[str]
-
-
-def train_architecture(case, name):
-    """Each rank has its own inputs and random numbers."""
-    architecture, rank, missing = ARCHITECTURES[name], dist.get_rank(), []
-    torch.manual_seed(0)
-    module = WithLoss(architecture.make().train())
-    if name == "OPT":
-        module.model.model.decoder.layerdrop = 0.5
-    pair = Beside(module, case)
-    for step in range(4):
-        for micro_step in range(case.accumulation):
-            seed = 100 * micro_step + 10 * step + rank
-            inputs = {key: value.to(device()) for key, value in INPUTS[name](architecture, seed, rank).items()}
-            pair.micro_batch(seed, inputs)
-        missing.append({name for name, parameter in pair.plain.named_parameters() if parameter.grad is None})
-        pair.step_plain()
-    expected = {name: pair.plain.get_parameter(name).detach() for name, _ in module.named_parameters()}
-    inexact = {
-        name
-        for name, parameter in module.named_parameters()
-        # A bias that begins as zero and has no gradient but rounding, as that of attention's keys, comes to 1e-11.
-        if (parameter.detach() - expected[name]).norm() >= BOUND * expected[name].norm().clamp(min=1e-6)
-    }
-    return Missing(**vars(pair.end()), missing=missing, inexact=inexact)
-
-
-@pytest.mark.slow
-@vary("name", INPUTS)
-@vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
-def test_models_of_transformers(ranks, stage, accumulation, name):
-    first, second = results = ranks(2).run(train_architecture, Case(stage=stage, accumulation=accumulation), name)
-    for result in results:
-        assert not result.inexact
-        assert result.total_error < BOUND and result.moved > 1e-3 and result.held == 0
-    assert first.missing != second.missing, "the ranks were alike, so nothing was shown"
 
 
 # A loss that does without the engine -----------------------------------------------------------------------------

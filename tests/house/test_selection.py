@@ -59,22 +59,15 @@ def quick(*items):
     return [item.callspec and item.callspec.params for item in items if item.get_closest_marker("quick")]
 
 
-def test_two_cases_that_differ_in_all_they_can():
-    """A value would be tested by neither of two cases, though it could be."""
-    first, second = kept(*varied("test_a", stage=[1, 2], backend=["eager", "inductor"], model="abc"))
+def test_two_cases_of_a_test_and_each_value_of_a_table():
+    """A value would be tested by neither of two cases, though it could be, or cases that cost nothing be left out."""
+    values = {"stage": [1, 2], "backend": ["eager", "inductor"], "model": "abc"}
+    first, second = kept(*varied("test_a", **values))
     assert all(first[name] != second[name] for name in first)
-
-
-def test_a_test_without_ranks_or_without_values_is_run_as_it_is():
-    """Cases of tests that cost nothing would be left out."""
-    assert len(kept(*varied("test_a", fixtures=(), stage=[1, 2], model="abc"))) == 6
-    assert kept(*varied("test_b")) == [None]
-
-
-def test_each_value_of_a_table_occurs():
-    """An entry of a table would be left out."""
-    table = kept(*varied("test_a", marks=["table"], stage=[1, 2], model="abc"))
-    assert {row["model"] for row in table} == set("abc") and {row["stage"] for row in table} == {1, 2}
+    table = kept(*varied("test_a", marks=["table"], **values))
+    assert all({row[name] for row in table} == {*of_name} for name, of_name in values.items())
+    # Without ranks or without values it is run as it is.
+    assert len(kept(*varied("test_a", fixtures=(), **values))) == 12 and kept(*varied("test_b")) == [None]
 
 
 def test_values_take_turns_from_test_to_test():
@@ -94,15 +87,11 @@ def test_no_test_changes_what_another_covers(marks):
 
 
 def test_one_quick_case_of_each_test_generates_no_code():
-    """make quick would run all cases of a test, or wait for the code generator."""
+    """make quick would run all cases of a test, wait for the code generator, or leave out cases that cost nothing."""
     tests = [varied(name, marks=["sanitized", "quick"], backend=["inductor", "eager"], stage=[1, 2]) for name in "ab"]
     items = list(itertools.chain(*tests, varied("c", stage=[1, 2])))
     assert quick(*items) == 2 * [{"backend": "eager", "stage": 1}]
     assert sum(item.get_closest_marker("sanitized") is not None for item in items) == 8
-
-
-def test_a_quick_test_without_ranks_or_without_values_is_run_as_it_is():
-    """make quick would leave out cases that cost nothing."""
     assert len(quick(*varied("test_a", fixtures=(), marks=["quick"], backend=["inductor", "eager"]))) == 2
     assert quick(*varied("test_b", marks=["quick"])) == [None]
 
@@ -118,11 +107,6 @@ def test_files_that_use_no_gpu_are_left_out_and_are_there():
 PROGRAM = pytest.mark.program("setup.py", "examples")
 
 
-def test_make_test_leaves_out_slow_tests():
-    """make test would run what takes more than its limit."""
-    assert [item.name for item in keep_for_make_test([*varied("a", marks=["slow"]), *varied("b")], ())] == ["b"]
-
-
 @pytest.mark.parametrize(
     "changed, runs",
     [
@@ -136,22 +120,9 @@ def test_make_test_leaves_out_slow_tests():
 )
 def test_programs_run_where_they_have_changed(changed, runs):
     """A program would not run though its subject has changed, or run in every make test."""
-    items = list(varied("a", marks=[PROGRAM]))
-    assert len(keep_for_make_test(items, changed)) == runs
     # A slow program is one all the same.
-    assert len(keep_for_make_test(list(varied("a", marks=["slow", PROGRAM])), changed)) == runs
-
-
-def test_the_parts_of_the_rest_are_the_rest():
-    """A case would be in no part, and run nowhere but in make test-all."""
-    tests = [varied(name, stage=[1, 2], backend=["eager", "inductor"], model="abc") for name in "abc"]
-    tests += [varied("d", marks=["slow"], size=range(30)), varied("e", marks=[PROGRAM], fixtures=(), size=range(30))]
-    items = list(itertools.chain(*tests))
-    parts = [[item.nodeid for item in keep_part_of_the_rest(items, part)] for part in range(PARTS)]
-    run_anyway = [item.nodeid for item in keep_for_make_test(items, ())]
-    # No item is in two of these, and none is in none.
-    assert sorted(itertools.chain(run_anyway, *parts)) == sorted(item.nodeid for item in items)
-    assert all(parts) and keep_part_of_the_rest(items, PARTS + 3) == keep_part_of_the_rest(items, 3)
+    for marks in ([PROGRAM], ["slow", PROGRAM]):
+        assert len(keep_for_make_test(list(varied("a", marks=marks)), changed)) == runs
 
 
 def test_the_parts_of_the_rest_cost_alike():
@@ -181,9 +152,14 @@ def test_landings_run_everything(first):
     programs = list(varied("b", marks=[PROGRAM], fixtures=(), size=range(30)))
     items = [*test, *programs, *varied("c", marks=["slow"], size=range(30))]
     everything = {item.nodeid for item in items}
-    assert set(itertools.chain(*landings(items, range(first, first + PARTS)))) == everything
     always = {item.nodeid for item in keep_for_make_test(items, ())}
-    for names in landings(items, range(first, first + PARTS)):
+    assert not [name for name in always if name.startswith("c")]
+    # No item is in two parts of the rest.
+    parts = [[item.nodeid for item in keep_part_of_the_rest(items, part)] for part in range(PARTS)]
+    assert sorted(itertools.chain(always, *parts)) == sorted(everything) and all(parts)
+    runs = landings(items, range(first, first + PARTS))
+    assert set(itertools.chain(*runs)) == everything
+    for names in runs:
         assert always < set(names) and len(names) < len(always) + len(everything) / PARTS + len(programs) / SHARES + 3
     # A program whose own file has changed runs at once, any other one in one of the next landings.
     of_programs = {item.nodeid for item in programs}

@@ -8,8 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from support import shared_gpus
 
@@ -56,20 +54,3 @@ def test_a_program_under_a_launcher(tmp_path, gpus):
     assert word == "found" and arguments == [str(tmp_path / "program.py"), "--steps", "3"]
     assert variables["LOCAL_RANK"] == ("0" if gpus else "1")
     assert variables["NCCL_HOSTID"] == ("rank1" if gpus else None)
-
-
-def seen_by_a_rank():
-    name = os.environ.get("NCCL_HOSTID")
-    used = torch.cuda.current_device() if torch.cuda.is_available() else None
-    reduced = torch.ones(3, device="cpu" if used is None else "cuda")
-    dist.all_reduce(reduced)
-    return name, used, reduced.tolist()
-
-
-def test_ranks_reduce_wherever_they_are(ranks):
-    """The ranks of tests would not take the GPUs and the names that the variables give them."""
-    gpus = torch.cuda.device_count()
-    for rank, (name, used, reduced) in enumerate(ranks(2).run(seen_by_a_rank)):
-        assert reduced == [2.0] * 3
-        assert used == (rank % gpus if gpus else None)
-        assert name == (f"rank{rank}" if gpus == 1 else os.environ.get("NCCL_HOSTID"))

@@ -104,6 +104,12 @@ class Beside:
         """The largest relative error of a parameter."""
         return relative_error(self._trained(), self.plain.parameters())
 
+    def last_error(self):
+        """Destroys the engine; returns the largest relative error of a parameter."""
+        error = self.error()
+        self.engine.destroy()
+        return error
+
     def _trained(self):
         if self.case.deepcompile:
             wait_for_parameters(self.engine)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.beside import Beside
-from support.training import BOUND, batch, build, relative_error, total_error
+from support.training import BOUND, batch, build, relative_error, total_error, train_plain
 
 # How far master parameters may be from those of a plain loop in fp32, relative to these, where an engine computes in
 # this format. The roundings of several steps add up: bf16 has 8 bits.
@@ -40,6 +40,10 @@ class CaseBeside(Beside):
         for micro_step in range(self.case.accumulation):
             self.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
         self.step_plain()
+
+    def train_plain(self, step):
+        """A step of the plain loop alone."""
+        train_plain(self.plain, self.optimizer, step, self.case.accumulation)
 
     def end(self):
         """Destroys the engine; returns the errors of its master parameters."""

@@ -4,7 +4,6 @@
 
 import _thread
 import contextlib
-import copy
 import functools
 import signal
 import time
@@ -17,8 +16,9 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
+from support.engines import CaseBeside
 from support.models import Model
-from support.training import Pair, batch, device, held, make_engine, make_optimizer, relative_error, train_plain
+from support.training import batch, device, held
 
 
 class Injected(Exception):
@@ -136,9 +136,7 @@ def fragile(case):
     """Returns a :class:`Fragile` with an engine, and a plain loop beside it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = Fragile().to(device())
-    plain = copy.deepcopy(module)
-    return Pair(module, make_engine(module, case), plain, make_optimizer(plain, case))
+    return CaseBeside(case, module=Fragile())
 
 
 def held_soon(engine):
@@ -165,9 +163,9 @@ def on_every_rank(case, where, how, direct=False):
     The plain loop of the two later steps has not seen the step that failed. ``direct``: whether the backward with the
     fault is ``loss.backward()``.
     """
-    module, engine, plain, optimizer = fragile(case)
-    train_step(engine, 0, case.accumulation)
-    train_plain(plain, optimizer, 0, case.accumulation)
+    pair = fragile(case)
+    engine = pair.engine
+    pair.step(0)
     for micro_step in range(case.accumulation - 1):
         engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
         engine.step()
@@ -184,13 +182,12 @@ def on_every_rank(case, where, how, direct=False):
         # Nothing was lost: the step goes on with another micro-batch.
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
         engine.step()
-        train_plain(plain, optimizer, 1, case.accumulation)
+        pair.train_plain(1)
     after = held_soon(engine)
     error = 0.0
     for step in range(2, 4):
-        train_step(engine, step, case.accumulation)
-        train_plain(plain, optimizer, step, case.accumulation)
-        error = max(error, relative_error(module.parameters(), plain.parameters()))
+        pair.step(step)
+        error = max(error, pair.error())
     at_last = held(gradient_counters(engine))
     engine.destroy()
     return AfterFault(raised, received, after, at_last, error)
@@ -205,9 +202,9 @@ class AfterHalf(NamedTuple):
 
 def half_a_step(case, folder):
     """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
-    module, engine, plain, optimizer = fragile(case)
-    train_step(engine, 0, case.accumulation)
-    train_plain(plain, optimizer, 0, case.accumulation)
+    pair = fragile(case)
+    engine = pair.engine
+    pair.step(0)
     engine.save_checkpoint(folder)
     # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in chunks.
     placement = engine.optimizer._deepcompile.placement
@@ -219,8 +216,5 @@ def half_a_step(case, folder):
         except (RuntimeError, Injected) as error:
             raised.append(str(error))
     engine.load_checkpoint(folder)
-    train_step(engine, 1, case.accumulation)
-    train_plain(plain, optimizer, 1, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterHalf(raised, error)
+    pair.step(1)
+    return AfterHalf(raised, pair.last_error())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from support.training import Started, batch, build, make_engine, train_plain
+from support.training import Started, batch, build, make_engine
 
 
 def start(case, module=None, **arguments):
@@ -28,13 +28,6 @@ def start(case, module=None, **arguments):
 def backward(engine, step=0, micro_step=0):
     """Runs the forward and the backward of one micro-batch."""
     engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
-
-
-def step_beside(engine, plain, optimizer, step):
-    """Trains an engine and a plain loop on the same batch for one step."""
-    backward(engine, step)
-    engine.step()
-    train_plain(plain, optimizer, step)
 
 
 def targets_at_calls(owner, method, engine, steps):

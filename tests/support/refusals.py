@@ -6,7 +6,9 @@ The former leaves the module and the optimizer as they were, the latter the engi
 """
 
 import dataclasses
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
+
+import torch
 
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
 from support.training import Case, build, make_optimizer
@@ -21,6 +23,8 @@ class Refusal:
     dtype: str = "fp32"
     config: dict = dataclasses.field(default_factory=dict)
     arguments: dict = dataclasses.field(default_factory=dict)
+    # Makes the optimizer of parameters; None: that of a case.
+    optimizer: Optional[Callable[..., torch.optim.Optimizer]] = None
     # What of the section `compile` to change so that it works; None: something else helps.
     amends: Optional[dict] = None
     # Configurations, or arguments of engine.compile(), that ``says`` advises.
@@ -60,7 +64,7 @@ def refuse(refusal, trains=False):
     case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=refusal.config)
     advised = dataclasses.replace(case, config=refusal.amended())
     module, engine, error = build(case), None, None
-    optimizer = make_optimizer(module, case)
+    optimizer = refusal.optimizer(module.parameters()) if refusal.optimizer else make_optimizer(module, case)
     try:
         if refusal.arguments:
             engine = prepare(case, module).engine

@@ -324,38 +324,6 @@ def test_each_engine_keeps_its_own(ranks, torchs):
     assert abs(torchs_own - (all_ if torchs else none)) < SLACK
 
 
-class FromCaches(NamedTuple):
-    kept: Kept
-    found: bool  # whether torch's caches had every graph
-
-
-def train_from_caches(cases):
-    """Trains engines one after the other as if each were the only one of its process."""
-    from torch._dynamo.utils import counters
-
-    results = []
-    for case in cases:
-        counters.clear()
-        (kept,) = train_in_turns([case])
-        missed = counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"]
-        hit = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
-        assert kept.error < BOUND and missed + hit > 0
-        results.append(FromCaches(kept, missed == 0))
-    return results
-
-
-@pytest.mark.slow
-def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_path):
-    all_, none = (case_of(budget, backend="inductor", model="BlocksWithin") for budget in (1, 0))
-    run = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    ((first,),) = ranks(1, PROCESS="first", **run).run(train_from_caches, [all_])
-    # In another process, which has nothing but these files.
-    ((other, again, cached),) = ranks(1, PROCESS="second", **run).run(train_from_caches, [none, all_, none])
-    assert (first.found, other.found, again.found, cached.found) == (False, False, True, True)
-    assert abs(first.kept.bytes - again.kept.bytes) < SLACK and abs(other.kept.bytes - cached.kept.bytes) < SLACK
-    assert other.kept.bytes < first.kept.bytes / 2
-
-
 @pytest.mark.quick
 def test_the_key_of_torchs_caches_has_the_budget():
     """An engine would take the graph of another budget from torch's caches."""
@@ -380,15 +348,6 @@ def test_a_budget_is_a_number_from_0_to_1(value):
         f"compile.activation_memory_budget={value!r} is not a part of the activations; set it to a number from 0 to 1"
     )
     assert sentence in str(raised.value)
-
-
-@pytest.mark.quick
-def test_budgets():
-    """The configuration would refuse a bound of the range, or null where DeepCompile is off."""
-    for value in (None, 0, 0.5, 1):
-        assert CompileConfig(deepcompile=True, activation_memory_budget=value).activation_memory_budget == value
-    # What DeepSpeed's own configuration may say.
-    assert CompileConfig(activation_memory_budget=None).activation_memory_budget is None
 
 
 def test_a_budget_of_what_is_not_compiled(ranks):

@@ -12,6 +12,14 @@ import pytest
 import torch
 from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
+from deepspeed.compile.config import CompileConfig
+from deepspeed.compile.features.blocks.block_calls import ModuleCall, take_over_compiled
+from deepspeed.compile.features.blocks.choose_blocks import choose_blocks, find_blocks
+from deepspeed.compile.features.blocks.compilation_limit import CompilationLimit
+from deepspeed.compile.features.blocks.compile_blocks import compile_blocks, refuse_blocks_of_others
+from deepspeed.compile.features.blocks.feature import chosen_blocks
+from deepspeed.compile.zero_1_and_2.feature import Request
+
 from support.ids import vary
 from support.models import Block, BlocksWithin, BreakingBlock, EagerBlock, Model
 
@@ -40,14 +48,7 @@ def run_as_traced(gm, inputs, **kwargs):
     return gm
 
 
-@pytest.fixture(scope="module")
-def find_blocks():
-    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
-
-    return find_blocks
-
-
-def test_blocks_that_repeat(find_blocks):
+def test_blocks_that_repeat():
     """A container, or a layer that is alone of its kind, would be taken for a block."""
     model = Model(width=4, depth=2)
     assert find_blocks(model, True) == list(model.blocks)
@@ -55,7 +56,7 @@ def test_blocks_that_repeat(find_blocks):
     assert find_blocks(nested, True) == [block for stage in nested.stages for block in stage]
 
 
-def test_containers_are_no_blocks(find_blocks):
+def test_containers_are_no_blocks():
     """Lists of modules, which have no forward, would be compiled because they repeat."""
     model = Module()
     model.layers = ModuleList(ModuleList([Block(4), Linear(4, 4)]) for _ in range(2))
@@ -65,7 +66,7 @@ def test_containers_are_no_blocks(find_blocks):
     assert find_blocks(model, True) == [block for group in model.groups for block in group]
 
 
-def test_each_block_once(find_blocks):
+def test_each_block_once():
     """A block that is registered twice would be compiled twice."""
     model = Model(width=4, depth=3)
     model.alias = ModuleList(model.blocks)
@@ -120,7 +121,7 @@ def calls_otherwise(block):
     ],
     expects="why",
 )
-def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
+def test_blocks_that_cannot_be_compiled(change, why):
     """A module whose call does not lead to its forward would be compiled, and its compiled code never run."""
     model = Lonely()
     model.layers[0] = change(model.layers[0])
@@ -133,16 +134,11 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
 
 
 def no_limit(model):
-    from deepspeed.compile.features.blocks.compilation_limit import CompilationLimit
-
     return CompilationLimit(model, 8)
 
 
 def test_pickled_and_copied():
     """A copy or pickle of a compiled module would carry the compiled call, or the end of compiling leave a trace."""
-    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
-    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
-
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
     blocks = find_blocks(model, True)
@@ -162,8 +158,6 @@ def test_pickled_and_copied():
 
 def test_what_the_caller_compiled_since_stays():
     """The end of an engine would take away what the caller compiled in its lifetime."""
-    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
-
     model = Model(width=4, depth=2)
     undo = contextlib.ExitStack()
     compile_blocks(model, list(model.blocks), run_as_traced, {}, no_limit(model), undo)
@@ -177,8 +171,6 @@ def test_what_the_caller_compiled_since_stays():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_taken_out_in_any_order(order, compiled):
     """An engine that ends before another of the same module would put back, or leave, the other's compiled call."""
-    from deepspeed.compile.features.blocks.block_calls import ModuleCall
-
     module = Block(4)
     if compiled:
         module.compile(backend="eager")
@@ -195,9 +187,6 @@ def test_calls_are_taken_out_in_any_order(order, compiled):
 
 def test_options_are_not_used_up():
     """torch.compile takes entries out of the options that it is given, so only the first class would have them."""
-    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
-    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
-
     seen, options = [], {"guard_filter_fn": lambda guards: seen.append(1) or [True] * len(guards)}
     nested = Nested()
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
@@ -212,39 +201,20 @@ def test_options_are_not_used_up():
 
 
 @pytest.mark.quick
-def test_blocks_that_are_named(find_blocks):
+def test_blocks_that_are_named():
     """Of several names only one would count, or modules of a named class that do not repeat be left out."""
     nested = Nested()
     assert find_blocks(nested, ["Block"]) == [block for stage in nested.stages for block in stage]
     assert find_blocks(nested, ["Linear", "Sequential"]) == [nested.stages, *nested.tail[:2]]
 
 
-@vary(
-    "wanted, sentence",
-    [
-        (True, "compile.regional_compilation=true found no blocks that repeat in Lonely"),
-        (
-            ["Block", "Layer"],
-            r"compile.regional_compilation names \['Layer'\], but Lonely has no such module.* names of its",
-        ),
-    ],
-    expects="sentence",
-)
-def test_no_blocks(find_blocks, wanted, sentence):
-    """An option that no module fits would be ignored in silence."""
-    with pytest.raises(ValueError, match=sentence):
-        find_blocks(Lonely(), wanted)
-
-
-def test_a_class_that_is_misspelled(find_blocks):
+def test_a_class_that_is_misspelled():
     """The user would have to read the model's code for the names."""
     with pytest.raises(ValueError, match=r"names \['Blok'\], .*; the classes that repeat there are \['Block'\]$"):
         find_blocks(Model(), ["Blok"])
 
 
 def chosen(module, wanted=None, **compile_kwargs):
-    from deepspeed.compile.features.blocks.choose_blocks import choose_blocks
-
     return choose_blocks(module, wanted, compile_kwargs)
 
 
@@ -295,8 +265,6 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
 @vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
     """Blocks that the caller has compiled would not be found, or keep the caller's compiled call beside ours."""
-    from deepspeed.compile.features.blocks.block_calls import take_over_compiled
-
     model = model()
     blocks = [block for block in model.modules() if isinstance(block, Block)]
     for block in blocks:
@@ -312,7 +280,6 @@ def test_more_that_is_compiled_as_a_whole():
     """``fullgraph`` or ``regional_compilation: false`` would not keep a model in one graph."""
     assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
     assert chosen(BlocksWithin(), fullgraph=True) == ([], "compile_kwargs['fullgraph'] asks for one graph")
-    from deepspeed.compile.features.blocks.choose_blocks import choose_blocks
 
     # Where another option works on blocks, they become graphs in any model that has some, unless this one says no.
     model = Model()
@@ -325,10 +292,6 @@ def test_more_that_is_compiled_as_a_whole():
 @pytest.mark.quick
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
-    from deepspeed.compile.config import CompileConfig
-    from deepspeed.compile.features.blocks.feature import chosen_blocks
-    from deepspeed.compile.zero_1_and_2.feature import Request
-
     engine = types.SimpleNamespace(module=BlocksWithin())
     engine._config = types.SimpleNamespace(compile_config=CompileConfig(deepcompile=True))
     request = Request(engine, "eager", {})
@@ -340,8 +303,6 @@ def test_blocks_are_chosen_once():
 @pytest.mark.follows("destroy that engine, or set compile.regional_compilation to false for that engine")
 def test_blocks_of_another_engine():
     """A second engine would compile blocks whose compiled call reduces the first engine's gradients."""
-    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks, refuse_blocks_of_others
-
     model = BlocksWithin()
     blocks, _ = chosen(model)
     undo = contextlib.ExitStack()

@@ -216,50 +216,6 @@ def test_what_was_frozen_is_trained(ranks, place, config, backend):
         assert max(frozen) < min(trained), outcome.from_graphs
 
 
-# Models of transformers that install hooks where they are first asked for more ------------------------------------
-
-ROUTED = {
-    "Mixtral": {"num_local_experts": 4},
-    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
-    "Olmoe": {"num_experts": 4},
-}
-
-
-class AsksLate(torch.nn.Module):
-    """Asks a model for the loss of its routers from the second step on."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids, routers):
-        return self.model(input_ids=ids, labels=ids, output_router_logits=routers).loss
-
-
-def train_routed(name):
-    import transformers
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    config = getattr(transformers, f"{name}Config")(
-        num_hidden_layers=2, vocab_size=64, num_experts_per_tok=2, use_cache=False, **sizes, **ROUTED[name]
-    )
-    config.pad_token_id = None
-    model = getattr(transformers, f"{name}ForCausalLM")(config).train()
-    pair = Beside(AsksLate(model), Case())
-    for step in range(2):
-        pair.step(batch(step, 0, dist.get_rank(), 8), step >= 1)
-    return pair.end()
-
-
-@pytest.mark.slow
-@vary("name", ROUTED)
-def test_hooks_of_transformers(ranks, name):
-    pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
-    for outcome in check(ranks(1).run(train_routed, name)):
-        assert outcome.from_graphs[0] > 0
-
-
 def warnings_of_full_backward_hooks(place, regional, added):
     """Trains a model that gets full backward hooks before it is compiled, or after a step.
 

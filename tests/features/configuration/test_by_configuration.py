@@ -122,6 +122,7 @@ def rank_0_evaluates(loop):
     assert not loop.engine.is_compiled
 
 
+@pytest.mark.follows("for DeepCompile set zero_optimization.stage to 1 or 2")
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_before_the_first_training_forward(ranks, stage, accumulation):
     """An engine would compile itself in an evaluation, where only one rank is, or after its first training step."""
@@ -293,25 +294,6 @@ def test_what_the_key_does_in_other_stages(ranks, stage, says):
     (line,) = first
     assert f"compile.deepcompile=true with ZeRO stage {stage}" in line and says in line
     assert not other
-
-
-def compiled_by(stage):
-    """Returns whether ``engine.compile()`` sets DeepCompile up."""
-    torch._dynamo.reset()
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    module = torch.nn.Linear(4, 1).to(device())
-    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)
-    engine.compile(backend="eager")
-    is_active = engine.is_deepcompile_active()
-    engine.destroy()
-    return is_active
-
-
-@pytest.mark.follows("for DeepCompile set zero_optimization.stage to 1 or 2")
-@pytest.mark.parametrize("stage, expected", [(0, False), (1, True), (2, True)])
-def test_the_stages_that_are_advised(ranks, stage, expected):
-    """The stages that are advised in stage 0 would leave ``engine.compile()`` plain, too."""
-    assert ranks(1).run(compiled_by, stage) == [expected]
 
 
 def gone_when_destroyed(case):

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
 
-import copy
 import dataclasses
-import importlib
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, List, NamedTuple
 
 import pytest
 import torch
@@ -21,21 +19,17 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from support.beside import warnings_logged
 from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, to_universal, train
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.options import outcome
 from support.training import (
-    BOUND,
     ROUNDING,
     Case,
-    as_traced,
     compile_backend,
     device,
     make_engine,
     relative_error,
-    step_plain,
     total_error,
 )
 from support.training import build as build_case
@@ -108,6 +102,11 @@ def train_both_ways(run, between=None):
     )
 
 
+@pytest.mark.follows(
+    "has no form for the third state of amsgrad=true; set amsgrad to false",
+    "set torch_autocast.dtype to bfloat16, or leave {} out",
+    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out",
+)
 @vary(
     "varied",
     [
@@ -119,6 +118,13 @@ def train_both_ways(run, between=None):
         {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
         {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
         {"between": "offload", "stage": 2},
+        # As refusals advise.
+        {
+            "config": {
+                "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+                "zero_optimization": {"elastic_checkpoint": False},
+            }
+        },
     ],
 )
 def test_it_trains_as_with_states_in_fp32(ranks, varied):
@@ -452,174 +458,3 @@ def test_states_cannot_be_set(ranks):
     for kept, said in ranks(1).run(says_when_states_are_set, run_of()):
         assert kept
         assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
-
-
-def says_in_a_step(run):
-    """Returns what a step raises once the optimizer's step() has a hook, and whether it steps without the hook."""
-    _, engine = start(run)
-    train(engine, run, [0])
-    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
-    said = outcome(train, engine, run, [1])
-    handle.remove()
-    before = state(engine)
-    train(engine, run, [1])
-    moved = differing(state(engine), before)
-    engine.destroy()
-    return said, moved
-
-
-@pytest.mark.follows("works with a gradient scaler; undo that")
-def test_a_step_that_others_have_changed_is_refused(ranks):
-    """A hook that a user gave to step() would silently not run."""
-    for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
-        assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
-        assert "master 0" in moved
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    says: str
-    config: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    case: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    amsgrad: bool = False
-    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the configuration that ``says`` advises
-
-
-REFUSALS = {
-    "SGD": Refusal(
-        "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
-        "or leave compile.optimizer_states out",
-        case={"optimizer": "SGD"},
-    ),
-    "amsgrad": Refusal(
-        "compile.optimizer_states='8bit' has no form for the third state of amsgrad=true; set amsgrad to false, or "
-        "leave compile.optimizer_states out",
-        amsgrad=True,
-    ),
-    "autocast": Refusal(
-        "compile.optimizer_states='8bit' leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
-        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out",
-        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
-        advised={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
-    ),
-    "offload": Refusal(
-        "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "
-        "no states; leave one of them out",
-        case={"offloaded": True},
-    ),
-    "elastic": Refusal(
-        "compile.optimizer_states='8bit' has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint "
-        "to false, or leave compile.optimizer_states out",
-        config={"zero_optimization": {"elastic_checkpoint": True}},
-        advised={"zero_optimization": {"elastic_checkpoint": False}},
-    ),
-    "masters": Refusal(
-        "compile.optimizer_states='8bit' needs master weights in fp32; leave it out, or master_weights_and_grads in "
-        "low precision",
-        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        advised={"bf16": {"enabled": True}},
-    ),
-}
-
-
-def refused():
-    """Returns what engine.compile() says, by the name of the refusal."""
-    said = {}
-    for name, refusal in REFUSALS.items():
-        _, engine = start_uncompiled(run_of(config=refusal.config, **refusal.case))
-        for group in engine.optimizer.optimizer.param_groups:
-            group["amsgrad"] = refusal.amsgrad
-        said[name] = outcome(engine.compile, backend="eager")
-        engine.destroy()
-    return said
-
-
-def as_advised():
-    """Returns for each refusal whether states are in 8 bits when an engine is made and trained as it advises."""
-    found = {}
-    for name, refusal in REFUSALS.items():
-        run = run_of(config=refusal.advised)
-        _, engine = start_uncompiled(run)
-        engine.compile(backend="eager")
-        train(engine, run, [0])
-        found[name] = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
-        engine.destroy()
-    return found
-
-
-@pytest.mark.follows(
-    "has no form for the third state of amsgrad=true; set amsgrad to false",
-    "set torch_autocast.dtype to bfloat16, or leave {} out",
-    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out",
-)
-def test_refused_states(ranks):
-    """Each of these would train with states in fp32, or raise in the first step."""
-    sentences = {
-        name: f"ValueError: DeepCompile with ZeRO stage 1: {refusal.says}" for name, refusal in REFUSALS.items()
-    }
-    assert ranks(1).run(refused) == [sentences]
-    (found,) = ranks(1).run(as_advised)
-    assert all(found.values()), found
-
-
-# A partition of two ranks has 4,232 elements, of which no block size above 8 is a divisor.
-WIDTH = 46
-SETTINGS = {"lr": 0.02, "eps": 0.1}
-
-
-def train_beside_adamw(make, states):
-    """Trains matrices with an optimizer, beside torch's AdamW in fp32.
-
-    Args:
-        make: makes the optimizer: "torchao.optim:AdamW8bit", say.
-        states: ``compile.optimizer_states``.
-
-    Returns:
-        What is warned of, whether states are in 8 bits, the error of the master weights, and how far they moved.
-    """
-    module, _, name = make.partition(":")
-    make = getattr(importlib.import_module(module), name)
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).to(device())
-    plain, before = copy.deepcopy(module), copy.deepcopy(module)
-    expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
-    case = Case(config={"compile": {"optimizer_states": states}})
-    # Torchao compiles its step, which takes long.
-    with warnings_logged() as texts, as_traced(True):
-        engine = make_engine(module, case, optimizer=make(module.parameters(), **SETTINGS))
-        for step in range(5):
-            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-            x = torch.randn(8, WIDTH, generator=generator).to(device())
-            engine.backward(engine(x).square().sum())
-            engine.step()
-            plain(x).square().sum().backward()
-            step_plain(plain, expected)
-        is_in_8_bits = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
-    error, moved = (total_error(module.parameters(), other.parameters()) for other in (plain, before))
-    engine.destroy()
-    return [text for text in texts if "keeps states in fp32" in text], is_in_8_bits, error, moved
-
-
-@pytest.mark.follows("leave it so, or use Adam or AdamW of torch")
-def test_partitions_that_no_block_size_divides(ranks):
-    """Who wanted states in 8 bits would have none after doing as the warning says, or train wrongly."""
-    pytest.importorskip("torchao", reason="needs torchao")
-    first, last = ranks(2).run(train_beside_adamw, "torchao.optim:AdamW8bit", None)
-    assert last[0] == [] and [text.partition("; ")[2] for text in first[0]] == [
-        "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
-    ]
-    # Left so, it steps as in fp32.
-    for _, is_in_8_bits, error, moved in (first, last):
-        assert not is_in_8_bits and error < BOUND < 1e-2 < moved
-    for texts, is_in_8_bits, error, moved in ranks(2).run(train_beside_adamw, "torch.optim:AdamW", "8bit"):
-        assert texts == [] and is_in_8_bits and BOUND < error < 0.05 * moved
-
-
-@pytest.mark.quick
-def test_the_key_names_a_format():
-    """A format that is misspelled would leave states in fp32."""
-    from deepspeed.compile.config import CompileConfig
-
-    assert CompileConfig(deepcompile=True).optimizer_states is None
-    with pytest.raises(ValueError, match="set it to '8bit', or leave it out"):
-        CompileConfig(deepcompile=True, optimizer_states="9bit")

@@ -34,61 +34,6 @@ def language_model(layers, width, use_cache):
     return Qwen3ForCausalLM(config).to(device()).train()
 
 
-class FirstStep(NamedTuple):
-    graphs: int  # that were compiled for the step
-    loss: float
-    cache_in_training: bool  # whether the outputs hold a cache
-    cache_in_evaluation: bool
-    use_cache: bool  # of the configuration, afterwards
-    generated: List[List[int]]  # the text that the model generated
-
-
-def first_step(configured=None, **asked):
-    """Trains a language model for one step, by an engine that compiles itself; then evaluates and generates.
-
-    Args:
-        configured: what the model's configuration says of ``use_cache``; None: what it says by default.
-        asked: further arguments of the training forward.
-    """
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    module = language_model(2, 32, configured)
-    engine = engine_by_configuration(module, True)
-    ids = torch.arange(24, device=device()).view(2, 12)
-    with compile_backend("eager"):
-        output = engine(input_ids=ids, labels=ids, **asked)
-        engine.backward(output.loss)
-        engine.step()
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    engine.eval()
-    with torch.no_grad():
-        evaluated = engine(input_ids=ids)
-    result = FirstStep(
-        graphs=graphs,
-        loss=float(output.loss.detach()),
-        cache_in_training=output.past_key_values is not None,
-        cache_in_evaluation=evaluated.past_key_values is not None,
-        use_cache=module.config.use_cache,
-        generated=module.generate(ids, max_new_tokens=4, do_sample=False).tolist(),
-    )
-    engine.destroy()
-    return result
-
-
-@pytest.mark.slow
-def test_training_forwards_keep_no_cache(ranks):
-    pytest.importorskip("transformers")
-    (default,) = ranks(1).run(first_step)
-    (without,) = ranks(1).run(first_step, configured=False)
-    (asked_for,) = ranks(1).run(first_step, use_cache=True)
-    assert default.graphs <= without.graphs and default.loss == without.loss
-    assert not default.cache_in_training and default.cache_in_evaluation and default.use_cache is True
-    assert default.generated == without.generated
-    assert without.use_cache is False and not without.cache_in_evaluation
-    # The test could not fail if the cache cost no graphs.
-    assert asked_for.cache_in_training and asked_for.graphs > without.graphs
-
-
 ADVICE = "Pass use_cache=False"
 
 
