@@ -273,7 +273,7 @@ def name_of_linear():
 
 
 def first_calls():
-    """Makes an engine as a program does that does not set its device. Returns the first call of each kind, in order."""
+    """Makes an engine as a program does that sets no device. Returns the first call of each kind, in order."""
     calls, accelerator = [], get_accelerator()
 
     def noted(function):
