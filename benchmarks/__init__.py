@@ -13,6 +13,7 @@ Commands, from the root of the repository::
     python -m benchmarks.packages             times steps with other packages' kernels, adapters and quantized weights
     deepspeed --module benchmarks.collectives times the collectives of a step
     torchrun -m benchmarks.copy_engines       times matrix products while a unit moves by NCCL or by copy engines
+    deepspeed --module benchmarks.exchanges   times steps with experts or sequences that lie on several ranks
     python -m benchmarks.idle TRACE           says where a traced step idles, and what communication slows
     python -m benchmarks.scale                computes what communication costs a step on many ranks
 
@@ -27,6 +28,7 @@ parts.py        the command that times the parts of a step on one device
 packages.py     the command that times steps with other packages
 collectives.py  the command that times collectives
 copy_engines.py the command that times products beside collectives and beside copy engines
+exchanges.py    the command that times steps in which ranks exchange tokens
 idle.py         the command that reads a trace
 scale.py        the command that computes what communication costs
 messages.py     lists what a step sends on any number of ranks, without these ranks

@@ -349,6 +349,29 @@ def test_parts_of_a_step_on_the_host(tmp_path):
 
 
 @PROGRAM
+@pytest.mark.parametrize(
+    "arguments",
+    ["experts", "experts --deepcompile", pytest.param("sequences --deepcompile --shard", marks=pytest.mark.slow)],
+)
+def test_steps_in_which_ranks_exchange_tokens(tmp_path, arguments):
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
+    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
+    launcher = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    printed = subprocess.run(
+        [sys.executable, *f"{launcher} benchmarks.exchanges {arguments} --tiny".split()],
+        cwd=tmp_path,
+        env={**environment, "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    ).stdout
+    mode = {1: "off", 2: "DeepCompile", 3: "DeepCompile, sharded"}[len(arguments.split())]
+    assert re.search(rf"^{arguments.split()[0]}, {mode}: [\d.]+ ms a step, .* losses [\d.]+ to [\d.]+$", printed, re.M)
+
+
+@PROGRAM
 def test_parts_of_a_step_on_one_device(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
