@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -191,7 +192,7 @@ def check_memory_picture(arguments, monkeypatch):
     read = []
     monkeypatch.setattr(command, "read", read.append)
     monkeypatch.setattr(command, "headline", str)
-    monkeypatch.setattr(command.files, "draw_two", lambda *_: [])
+    monkeypatch.setattr(command.files, "drawer", lambda: SimpleNamespace(draw_two=lambda *_: None))
     assert command.main(arguments) == 0
     assert len(read) == 2
 

@@ -63,7 +63,6 @@ ADVISES_NOTHING = (
     # No messages.
     "call of the module in forward()",
     "DO NOT MATCH THE HASHES",
-    "{paragraphs}{figure}</body></html>\n",
     "micro-batch {}, accumulation {}; {}, torch {}",
 )
 

@@ -19,7 +19,6 @@ WITHOUT_A_GPU = {
     "test_benchmarks.py": "starts its programs with DS_ACCELERATOR=cpu",
     "test_demo.py": "trains in processes that see no GPU",
     "test_documentation.py": "reads the pages, and runs commands up to where they would begin to train",
-    "test_memory_picture_page.py": "draws a page from made-up data in a browser",
     "test_packaging.py": "builds packages and installs them",
     "test_rooms.py": "builds the package without a part of it, and trains on CPU",
     "test_scale_model.py": "computes a model, and measures gloo",

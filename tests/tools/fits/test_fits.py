@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
@@ -325,21 +326,26 @@ def test_one_mode_that_cannot_be_traced_leaves_the_others(monkeypatch):
         subject.activations(Mode("", checkpoint=True), question)
 
 
+def lowered(function, *inputs):
+    """Returns the graph of a function in the operators that Inductor gets."""
+    return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
+
+
 def test_results_of_kernels_have_memory():
     """Values that live in registers would be counted, or a kernel's result that it writes over its input."""
 
     def function(x, weight):
         return [(x @ weight).exp().sin().cos() @ weight]
 
-    x, weight = torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")
-    moment = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(x, weight), 1, [])[-1]
+    x, weight = torch.empty(8, 8), torch.empty(8, 8)
+    moment = liveness.life_of_forward(lowered(function, x, weight), 1, [])[-1]
     # exp, sin and cos are one kernel, which writes over the first product; then the second product stands beside it.
     assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
 
 
 @pytest.mark.parametrize(
     "move",
-    [lambda x: nn.functional.pad(x[:-1], (0, 0, 0, 1)), lambda x: x + x.roll(1, 0)],
+    [lambda x: nn.functional.pad(x[:-1], (0, 0, 1, 0)), lambda x: x + x.roll(1, 0)],
     ids=["sliced and padded", "read at two places"],
 )
 def test_kernels_write_beside_what_they_move(move):
@@ -348,8 +354,8 @@ def test_kernels_write_beside_what_they_move(move):
     def function(x, weight):
         return [move((x @ weight).exp()).sin()]
 
-    x, weight = torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")
-    moment = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(x, weight), 1, [])[-1]
+    x, weight = torch.empty(8, 8), torch.empty(8, 8)
+    moment = liveness.life_of_forward(lowered(function, x, weight), 1, [])[-1]
     assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
 
 
@@ -361,8 +367,8 @@ def test_a_value_of_many_reads_has_memory():
         made = a * b + c * d + e
         return [made.sum(0), (made * made).mean(-1)]
 
-    inputs = [torch.empty(64, 64, device="meta") for _ in range(5)]
-    life = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(*inputs), 2, [])
+    inputs = [torch.empty(64, 64) for _ in range(5)]
+    life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
     assert life[-1].most >= inputs[0].nbytes
 
 

@@ -28,16 +28,14 @@ from support.engines import batch, build
 from support.subclasses import Scaled
 from support.training import Case, engine_by_configuration, make_engine
 
-LIBRARIES_MISSING = "matplotlib and Plotly draw the pictures: requirements/dev.txt"
-# Library -> the module that draws with it, and the suffix of its pictures.
-DRAWERS = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
+LIBRARY_MISSING = "matplotlib draws the pictures: requirements/dev.txt"
 CASE = Case(model="RepeatedLayers", accumulation=2, dtype="bf16")
 # Tensors of a few elements come and go beside those that a test counts.
 SLACK = 4096
 
 
 def about_pictures(lines):
-    """What is said of pictures, apart from libraries that this machine lacks."""
+    """What is said of pictures, apart from a library that this machine lacks."""
     return [line for line in lines if "compile.memory_picture" in line and "cannot be imported" not in line]
 
 
@@ -112,8 +110,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recorded(ranks, folder):
-    pytest.importorskip("matplotlib", reason=LIBRARIES_MISSING)
-    pytest.importorskip("plotly", reason=LIBRARIES_MISSING)
+    pytest.importorskip("matplotlib", reason=LIBRARY_MISSING)
     return ranks(2).run(record, CASE, folder)
 
 
@@ -126,7 +123,7 @@ def is_rounded(recorded, counted):
 def test_the_data_is_what_the_engine_knows(recorded, folder):
     """A tensor that is classified by where it was allocated, and not by who holds it, counts for the wrong band."""
     for rank, truth in enumerate(recorded):
-        assert truth.files == [f"step3-rank{rank}.{suffix}" for suffix in ("html", "json", "png")]
+        assert truth.files == [f"step3-rank{rank}.{suffix}" for suffix in ("json", "png")]
         step = data.read(folder / f"step3-rank{rank}.json")
         held, counters = step.held, truth.counters
         assert set(held[data.PARAMETERS]) == {truth.parameters}
@@ -401,9 +398,9 @@ class Broken(importlib.abc.Loader):
 
 
 @contextlib.contextmanager
-def without(library, how):
-    """Within it this process cannot import a library that draws: it is "missing" or "broken"."""
-    drawer = f"{data.__package__}.{DRAWERS[library][0]}"
+def without_matplotlib(how):
+    """Within it this process cannot import matplotlib, which is "missing" or "broken"."""
+    library, drawer = "matplotlib", f"{data.__package__}.draw_png"
     imported = {name for name in sys.modules if name.partition(".")[0] == library or name == drawer}
     before = {name: sys.modules.pop(name) for name in imported}
     finders = [*([Broken(library)] if how == "broken" else []), *sys.meta_path]
@@ -420,10 +417,10 @@ def without(library, how):
         sys.modules.update(before)
 
 
-def record_without(case, folder, library, how):
-    """Records the first step without a library; returns all that was logged of pictures."""
+def record_without(case, folder, how):
+    """Records the first step without matplotlib; returns all that was logged of pictures."""
     torch._dynamo.reset()
-    with without(library, how), logged(logging.INFO) as lines:
+    with without_matplotlib(how), logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
         train(engine, case, 0)
         engine.destroy()
@@ -431,34 +428,25 @@ def record_without(case, folder, library, how):
 
 
 @pytest.mark.follows(
-    "{} cannot be imported; {}",
-    "{} cannot be imported, so its picture was not drawn; {}",
-    "its data will be written; `{}`, now or before `python -m {} FILE.json` draws them later",
+    "matplotlib cannot be imported; pip install matplotlib",
+    "now or before `python -m {} FILE.json` draws what is only written meanwhile",
 )
-@pytest.mark.parametrize("library", DRAWERS)
 @pytest.mark.parametrize("how", ["missing", "broken"])
-def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, capsys, library, how):
+def test_without_matplotlib_the_data_is_written(ranks, tmp_path, capsys, how):
     """A library that cannot be imported would end the training."""
-    (other,) = {*DRAWERS} - {library}
-    pytest.importorskip(other, reason=LIBRARIES_MISSING)
-    first, last = ranks(2).run(record_without, dataclasses.replace(CASE, accumulation=1), tmp_path, library, how)
+    first, last = ranks(2).run(record_without, dataclasses.replace(CASE, accumulation=1), tmp_path, how)
     warning, told = first
-    assert f"{library} cannot be imported" in warning and "pip install matplotlib plotly" in warning
+    assert "matplotlib cannot be imported; pip install matplotlib, now or before" in warning
     assert len(last) == 1, "only the first rank warns"
     for rank, line in enumerate([told, *last]):
-        names = [f"step1-rank{rank}{suffix}" for suffix in (DRAWERS[other][1], ".json")]
-        assert all(f"{tmp_path}/{name}" in line for name in names)
-        assert {path.name for path in tmp_path.glob(f"*rank{rank}*")} == {*names}
-    assert f"`python -m {data.__package__} FILE.json` draws them later" in warning
-    file, picture = f"{tmp_path}/step1-rank0.json", tmp_path / f"step1-rank0{DRAWERS[library][1]}"
-    with without(library, how):
-        assert main([file]) == 0
-        with without(other, how), pytest.raises(SystemExit):
-            main([file])
-    said = capsys.readouterr().err
-    assert f"{library} cannot be imported, so its picture was not drawn; pip install matplotlib plotly" in said
-    assert " and plotly cannot be imported; pip install matplotlib plotly" in said and not picture.exists()
-    if importlib.util.find_spec(library):
+        assert f"{tmp_path}/step1-rank{rank}.json" in line
+        assert [path.name for path in tmp_path.glob(f"*rank{rank}*")] == [f"step1-rank{rank}.json"]
+    assert f"`python -m {data.__package__} FILE.json` draws" in warning
+    file, picture = f"{tmp_path}/step1-rank0.json", tmp_path / "step1-rank0.png"
+    with without_matplotlib(how), pytest.raises(SystemExit):
+        main([file])
+    assert "matplotlib cannot be imported; pip install matplotlib" in capsys.readouterr().err and not picture.exists()
+    if importlib.util.find_spec("matplotlib"):
         assert main([file]) == 0 and picture.stat().st_size
 
 
@@ -474,15 +462,11 @@ def made_up(**more) -> data.StepMemory:
 
 @pytest.mark.follows("holds no step's memory; give a file", "give one or two files, not {}", "is no JSON; give a file")
 def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, capsys):
-    """A page that fetches its script shows nothing on a machine without a network."""
+    """One run would hide the other."""
     files = [str(folder / f"step3-rank{rank}.json") for rank in range(2)]
     assert main([*files, "--out", str(tmp_path / "both")]) == 0
     assert "rank 0 of 2: peak" in capsys.readouterr().out
     assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
-    page = (tmp_path / "both.html").read_text()
-    assert "step3-rank0" in page and "step3-rank1" in page
-    # Nothing is fetched from elsewhere.
-    assert "<script src=" not in page and "<link" not in page
     with pytest.raises(SystemExit):
         main([*files, files[0]])
     assert "give one or two files, not 3" in capsys.readouterr().err

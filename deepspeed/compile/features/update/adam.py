@@ -23,7 +23,7 @@ from ...zero_1_and_2.messages import log_info
 from ...zero_1_and_2.step.authors import hooks_of_torch, runs_unpatched_step
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ...zero_1_and_2.step.ranges import end_of_range
-from ...zero_1_and_2.step.rule import Partition, Rule, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition, is_scaled_by_autocast
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
@@ -61,7 +61,7 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
 def unsupported_forms(
     option: str, problem_with: Callable[[torch.optim.Optimizer], Optional[str]], request: Request, kept: str
 ) -> Iterator[str]:
-    """Yields a sentence for each reason why an engine cannot have a form of :class:`ReplacesOwnStep`.
+    """Yields a sentence for each reason why an engine cannot keep states or master weights in a form of our own.
 
     Args:
         option: as for :class:`RefuseOwnStep`.
@@ -101,14 +101,6 @@ def new_state(partition: Partition) -> Dict[str, Any]:
     if is_of_deepspeed(partition.optimizer):
         return {"step": partition.group.get("step", 0)}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-
-
-class ReplacesOwnStep(Rule):
-    """A rule that makes every step of Adam, even the first, because states or master weights have a form that the
-    optimizer's own ``step()`` cannot read."""
-
-    def begin(self, partition: Partition) -> Optional["AdamStep"]:
-        raise NotImplementedError
 
 
 class RefuseOwnStep:

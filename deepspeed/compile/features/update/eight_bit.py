@@ -12,7 +12,7 @@ import torch
 
 from ...zero_1_and_2.step.rule import Partition
 from . import adam
-from .adam import EAGER_NUMEL, AdamStep, ReplacesOwnStep, StepRows, kernel, new_state
+from .adam import EAGER_NUMEL, AdamStep, StepRows, kernel, new_state
 from .adam_operators import Elements, Settings, step_rows
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 from .dynamic_map import BLOCK
@@ -27,8 +27,8 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     return adam.problem_with(optimizer)
 
 
-class EightBitAdam(ReplacesOwnStep):
-    """The rule for all partitions of an engine."""
+class EightBitAdam:
+    """The rule for all partitions of an engine. It makes every step, also the first."""
 
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
         if not partition.step_is_unpatched or partition.master.dtype != torch.float32:

@@ -16,7 +16,7 @@ from .adam import OnePassAdam, RefuseOwnStep
 from .eight_bit import EightBitAdam
 from .masters import Masters
 from .masters_in_optimizer import RemaindersOfParameters, use_remainders
-from .remainders_rule import RemaindersAdam
+from .remainders_rule import EveryStepAdam, RemaindersAdam
 from .states import StatesOfAdam
 
 if TYPE_CHECKING:
@@ -95,7 +95,8 @@ class Update(Feature):
         if self._in_8_bits:
             rules = [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")]
         if self._masters is not None:
-            rules = [RemaindersAdam(self._masters.remainders, rules), RefuseOwnStep(refused.OPTION)]
+            states = EightBitAdam() if self._in_8_bits else EveryStepAdam()
+            rules = [RemaindersAdam(self._masters.remainders, states), RefuseOwnStep(refused.OPTION)]
         return rules
 
     @property

@@ -2,38 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rule for partitions whose master weights are remainders."""
 
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence, Union
 
 import torch
 
-from ...zero_1_and_2.step.rule import Partition, Rule
-from .adam import (
-    EAGER_NUMEL,
-    AdamStep,
-    ReplacesOwnStep,
-    is_fp32,
-    kernel,
-    names_of_states,
-    new_state,
-    problem_with,
-)
+from ...zero_1_and_2.step.rule import Partition
+from .adam import EAGER_NUMEL, AdamStep, is_fp32, kernel, names_of_states, new_state, problem_with
 from .adam_operators import step_rows
+from .eight_bit import EightBitAdam
 
 
 class RemaindersAdam:
-    """Steps master weights that are remainders, and states in fp32 or in the form of another rule.
+    """The rule for all partitions of an engine whose master weights are remainders.
 
     ``Partition.new`` holds the parameters before the step: the gradients lie elsewhere, because ``offload_optimizer``
     is refused.
 
     Args:
         remainders: remainders of this rank's partitions, by parameter group, int16 1-D.
-        others: the rules of earlier parts. The first :class:`ReplacesOwnStep` among them gives the form of the states.
+        states: the rule that gives the form of the states.
     """
 
-    def __init__(self, remainders: Sequence[torch.Tensor], others: List[Rule]):
-        self._remainders = remainders
-        self._states = next((rule for rule in others if isinstance(rule, ReplacesOwnStep)), EveryStepAdam())
+    def __init__(self, remainders: Sequence[torch.Tensor], states: "Union[EveryStepAdam, EightBitAdam]"):
+        self._remainders, self._states = remainders, states
 
     def begin(self, partition: Partition) -> Optional[AdamStep]:
         step = self._states.begin(partition)
@@ -42,8 +33,8 @@ class RemaindersAdam:
         return step
 
 
-class EveryStepAdam(ReplacesOwnStep):
-    """The rule for states in fp32, which makes them in the first step."""
+class EveryStepAdam:
+    """The rule for states in fp32. It makes every step, also the first, and the states in it."""
 
     def begin(self, partition: Partition) -> Optional["EveryStep"]:
         if not partition.step_is_unpatched or problem_with(partition.optimizer) is not None:

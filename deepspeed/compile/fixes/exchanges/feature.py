@@ -23,7 +23,7 @@ _FUNCTIONS = (_SeqAllToAll, _GatherSequenceLoss) if TorchVersion(torch.__version
 
 
 class Exchanges(Feature):
-    """Has Dynamo leave these layers and functions out, in this process from then on, if the engine has some."""
+    """Makes Dynamo leave these layers and functions out for the rest of the process, if the engine has some."""
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:

@@ -288,7 +288,7 @@ class Run:
     def _trace(self, function, parameters, tensors, is_cut):
         with _uncounted(parameters):
             # Values on both sides of a cut are kept, whatever the budget is.
-            return trace(function, parameters, tensors, None if is_cut else self._budget, is_cut)
+            return trace(function, parameters, tensors, None if is_cut else self._budget)
 
     def _apply(self, graphs, parameters, tensors, block=None):
         names = [self._names.get(id(parameter), "") for parameter in parameters]

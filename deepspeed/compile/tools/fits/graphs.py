@@ -23,7 +23,6 @@ class Product(NamedTuple):
     columns: int
     element_size: int
     parameter: int  # its index among the arguments
-    values: Sequence[Any]  # the values of all nodes that are its result, in any shape
 
 
 class TracedGraphs:
@@ -33,7 +32,6 @@ class TracedGraphs:
         forward, backward: the graphs. Without a backward, nothing of the function is trained.
         outputs: the number of tensors that the function returns.
         parameters: the number of its arguments, the first ones, that are parameters.
-        is_cut: whether training cuts the graph in two behind the largest product.
 
     Attributes:
         outputs: fake tensors like those that the function returns.
@@ -43,21 +41,15 @@ class TracedGraphs:
         forward, backward: the lives of the graphs.
     """
 
-    def __init__(
-        self, forward: GraphModule, backward: Optional[GraphModule], outputs: int, parameters: int, is_cut: bool
-    ):
+    def __init__(self, forward: GraphModule, backward: Optional[GraphModule], outputs: int, parameters: int):
         self.saved: List[Saved] = []
         self.forward: Life = life_of_forward(forward, outputs, self.saved)
         self.outputs = [node.meta["val"] for node in forward.graph.output_node().args[0][:outputs]]
         self.product = _largest_product(forward.graph)
-        apart = None
-        if is_cut and self.product is not None:
-            values = {id(saved.value): saved.memory for saved in self.saved}
-            apart = next((values[id(v)] for v in self.product.values if id(v) in values), None)
         self.backward: Life = []
         self.gradients: List[Optional[torch.Tensor]] = []
         if backward is not None:
-            self.backward = life_of_backward(backward, self.saved, parameters, apart)
+            self.backward = life_of_backward(backward, self.saved, parameters)
             self.gradients = [result and result.meta["val"] for result in backward.graph.output_node().args[0]]
 
 
@@ -66,7 +58,6 @@ def trace(
     parameters: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
     budget: Optional[float],
-    is_cut: bool,
 ) -> TracedGraphs:
     """Traces a function of tensors.
 
@@ -74,7 +65,6 @@ def trace(
         function: takes parameters and inputs, and returns a list of tensors.
         parameters, inputs: fake tensors. Those that require gradients get one.
         budget: the activations that the forward may keep, from 0 to 1; None for all.
-        is_cut: whether training cuts the graph in two behind the largest product of matrices with a parameter.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._guards import detect_fake_mode
@@ -106,7 +96,7 @@ def trace(
     # Replace the hooks of checkpointing, which would take the traced function for a part of the block.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
         results = compiled(*map(_alike, (*parameters, *inputs)))
-    return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters), is_cut)
+    return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters))
 
 
 def _largest_product(graph: Graph) -> Optional[Product]:
@@ -117,9 +107,8 @@ def _largest_product(graph: Graph) -> Optional[Product]:
             left, right = node.args[-2:]
             if (base := base_of(right)) in inputs:
                 (rows, inner), columns = left.meta["val"].shape, right.meta["val"].shape[1]
-                values = [other.meta.get("val") for other in graph.nodes if base_of(other) is node]
                 size = left.meta["val"].element_size()
-                found.append(Product(rows, inner, columns, size, inputs.index(base), values))
+                found.append(Product(rows, inner, columns, size, inputs.index(base)))
     return max(found, key=lambda product: product.rows * product.columns, default=None)
 
 

@@ -14,7 +14,6 @@ data.py         a step's memory, and its JSON file
 classify.py     from the events of torch's profiler to memory by category
 record.py       records a step: the profiler, and the marks where phases begin and end
 draw_png.py     draws with matplotlib
-draw_html.py    draws with Plotly
 files.py        writes the files of a step
 of_engine.py    records an engine's step, with the memory of its tensors
 __main__.py     the command

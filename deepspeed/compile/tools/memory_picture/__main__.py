@@ -4,8 +4,8 @@
 
 ::
 
-    python -m deepspeed.compile.memory_picture A.json           draws A.png and A.html again
-    python -m deepspeed.compile.memory_picture A.json B.json    draws both together, as A-B.png and A-B.html
+    python -m deepspeed.compile.memory_picture A.json           draws A.png again
+    python -m deepspeed.compile.memory_picture A.json B.json    draws both together, as A-B.png
 """
 
 import argparse
@@ -24,9 +24,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
         prog="python -m deepspeed.compile.memory_picture", description=__doc__.splitlines()[0]
     )
     parser.add_argument("files", nargs="+", metavar="FILE.json", type=Path, help="one or two recorded steps")
-    parser.add_argument(
-        "-o", "--out", type=Path, help="the pictures' name; .png and .html are put after it. Default: beside the first"
-    )
+    parser.add_argument("-o", "--out", type=Path, help="the picture's name. Default: beside the first file")
     options = parser.parse_args(arguments)
     if len(options.files) > 2:
         parser.error(f"give one or two files, not {len(options.files)}")
@@ -34,29 +32,27 @@ def main(arguments: Optional[List[str]] = None) -> int:
         steps = [read(file) for file in options.files]
     except ValueError as error:
         parser.error(str(error))
-    missing = files.missing_libraries()
-    if len(missing) == len(files.LIBRARIES):
-        parser.error(f"{' and '.join(missing)} cannot be imported; {files.REMEDY}")
+    draws = files.drawer()
+    if draws is None:
+        parser.error(files.WITHOUT_LIBRARY)
     first, last = options.files[0], options.files[-1]
     out = options.out or (first if len(steps) == 1 else first.with_name(f"{first.stem}-{last.stem}"))
     # Replace only the suffix of a picture or of data: a name may contain another dot.
-    out = out.with_suffix(".json") if out.suffix in (".json", ".png", ".html") else out.with_name(f"{out.name}.json")
+    out = out.with_suffix(".png") if out.suffix in (".json", ".png") else out.with_name(f"{out.name}.png")
     try:
         if len(steps) == 1:
-            drawn = files.draw_step(steps[0], out)
+            draws.draw(steps[0], out)
         else:
             # Files of two runs often have one name in different folders.
             places = [file.resolve().with_suffix("") for file in options.files]
             common = os.path.commonpath([place.parent for place in places])
             names = [str(place.relative_to(common)) for place in places]
-            drawn = files.draw_two(steps[0], steps[1], names, out)
+            draws.draw_two(steps[0], steps[1], names, out)
     except OSError as error:
         parser.error(f"{error.filename or out} cannot be written: {error.strerror}; name another place with --out")
     for file, step in zip(options.files, steps):
         print(f"{file}: {headline(step)}")
-    print("\n".join(map(str, drawn)))
-    for name in missing:
-        print(f"{name} cannot be imported, so its picture was not drawn; {files.REMEDY}", file=sys.stderr)
+    print(out)
     return 0
 
 

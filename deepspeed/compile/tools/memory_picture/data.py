@@ -170,11 +170,6 @@ def written(bytes: float, unit: Optional[Tuple[int, str]] = None) -> str:
     return f"{bytes / size:.2f} {name}"
 
 
-def made_of(peak: Peak) -> List[Tuple[str, int]]:
-    """Returns the categories of a peak, the largest first."""
-    return sorted(((name, bytes) for name, bytes in peak.held.items() if bytes), key=lambda entry: -entry[1])
-
-
 def categories_of(*steps: StepMemory) -> List[str]:
     """Returns the categories that hold memory in any of the steps, in the order of ``CATEGORIES``."""
     return [name for name in CATEGORIES if any(any(step.held[name]) for step in steps)]

@@ -45,6 +45,6 @@ EDITS = (
         "setup.py",
         "extra 'pictures'",
         "extras_require = {\n",
-        "extras_require = {\n    'pictures': ['matplotlib', 'plotly'],\n",
+        "extras_require = {\n    'pictures': ['matplotlib'],\n",
     ),
 )

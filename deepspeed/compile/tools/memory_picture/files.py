@@ -1,38 +1,25 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the files of a recorded step: the data, and pictures if a library can draw them."""
+"""Writes the files of a recorded step: the data, and a picture if matplotlib can draw it."""
 
 import importlib
 import tempfile
 from pathlib import Path
-from types import ModuleType
-from typing import Dict, List
+from typing import Any, List, Optional
 
 from .data import StepMemory
 
-# Drawing library -> the module that draws with it, and the suffix of its pictures. Training needs neither library, so
-# neither is a requirement of DeepSpeed.
-LIBRARIES = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
-REMEDY = "pip install matplotlib plotly"
+# Training does not need matplotlib, so it is no requirement of DeepSpeed.
+WITHOUT_LIBRARY = "matplotlib cannot be imported; pip install matplotlib"
 
 
-def _drawers() -> Dict[str, ModuleType]:
-    """Returns library -> the module that draws with it, for the libraries that can be imported."""
-    found = {}
-    for library, (module, _) in LIBRARIES.items():
-        try:
-            found[library] = importlib.import_module(f".{module}", __package__)
-        except Exception:
-            # A missing library raises ImportError. A library that does not fit the installed NumPy may raise any
-            # error.
-            continue
-    return found
-
-
-def missing_libraries() -> List[str]:
-    """Lists the ``LIBRARIES`` that cannot be imported, because they are missing or broken."""
-    drawers = _drawers()
-    return [library for library in LIBRARIES if library not in drawers]
+def drawer() -> Optional[Any]:
+    """Returns the module that draws, or None if matplotlib cannot be imported."""
+    try:
+        return importlib.import_module(".draw_png", __package__)
+    except Exception:
+        # A missing library raises ImportError. One that does not fit the installed NumPy may raise any error.
+        return None
 
 
 def make_folder(folder: Path) -> None:
@@ -66,29 +53,14 @@ def write_step(step: StepMemory, folder: Path, name: str) -> Path:
 
 
 def draw_step(step: StepMemory, file: Path) -> List[Path]:
-    """Draws a step beside its data, with the installed libraries; returns the pictures.
+    """Draws a step beside its data, if matplotlib can be imported; returns the pictures.
 
     Args:
         step: the step to draw.
         file: the file of its data.
     """
-    drawn = []
-    for library, drawer in _drawers().items():
-        drawn.append(file.with_suffix(LIBRARIES[library][1]))
-        drawer.draw(step, drawn[-1])
-    return drawn
-
-
-def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -> List[Path]:
-    """Draws two steps over each other, as ``file`` with the suffixes .png and .html; returns the pictures.
-
-    Args:
-        one, other: the steps.
-        names: the steps' names in the picture.
-        file: the path of the pictures.
-    """
-    drawn = []
-    for library, drawer in _drawers().items():
-        drawn.append(file.with_suffix(LIBRARIES[library][1]))
-        drawer.draw_two(one, other, names, drawn[-1])
-    return drawn
+    draws = drawer()
+    if draws is None:
+        return []
+    draws.draw(step, file.with_suffix(".png"))
+    return [file.with_suffix(".png")]

@@ -70,13 +70,11 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     if option is None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
-    # Only the first rank warns of missing libraries.
-    missing = files.missing_libraries() if rank == 0 else []
-    if missing:
+    # Only the first rank warns of a missing library.
+    if rank == 0 and files.drawer() is None:
         warn(
-            f"{OPTION}: {' and '.join(missing)} cannot be imported, so not all pictures of the step will be drawn, "
-            f"but its data will be written; `{files.REMEDY}`, now or before `python -m {__package__} FILE.json` draws "
-            "them later"
+            f"{OPTION}: {files.WITHOUT_LIBRARY}, now or before `python -m {__package__} FILE.json` draws what is only "
+            "written meanwhile"
         )
     records = rank in (0, world - 1)
     with every_rank_raises("keep records of memory"):

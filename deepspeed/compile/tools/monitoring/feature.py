@@ -1,24 +1,20 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Reports the memory of gradients to DeepSpeed's monitors and in ``see_memory_usage()``."""
+"""Reports the memory of gradients to DeepSpeed's monitors."""
 
-import collections
 from typing import TYPE_CHECKING, Iterator
 
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Feature, Request
-from ...zero_1_and_2.step.optimizer import attached
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# The reducer's counters of current bytes of gradients. "bucket" is memory that contains some of these gradients.
-_HELD = ("bound", "on_host", "pending", "unreduced")
 # Counters that are not written: current bytes, which are zero between two steps, and "registered", which never
 # changes.
-_LEFT_OUT = {*_HELD, "bucket", "registered"}
+_LEFT_OUT = {"bound", "on_host", "pending", "unreduced", "bucket", "registered"}
 
 
 class MonitorMemory(Feature):
@@ -65,14 +61,3 @@ class MonitorMemory(Feature):
 
 
 FEATURE = MonitorMemory
-
-
-def print_gradient_memory() -> None:
-    """Called by ``see_memory_usage()``: prints the memory of the gradients of all compiled engines on this rank."""
-    held: collections.Counter = collections.Counter()
-    for optimizer in attached:
-        counters = optimizer._deepcompile.reducer.counters()
-        held.update({name: counters[name] for name in _HELD})
-    if held:
-        # In the units of see_memory_usage().
-        print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))
