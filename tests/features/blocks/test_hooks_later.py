@@ -3,6 +3,7 @@
 """What changes after modules were compiled, hooks and frozen parameters, has its effect as without DeepCompile."""
 
 import threading
+from itertools import product
 from typing import List, NamedTuple
 
 import pytest
@@ -79,8 +80,10 @@ class Hooks:
 
 # Of blocks that are called by the names of their inputs.
 BY_KEYWORD = ", by keyword"
-WHATS = ("looks", "looks before", "looks always", "changes", "changes before", "looks backward", "changes backward")
-WHATS += ("changes before a backward", f"looks always{BY_KEYWORD}", f"changes before{BY_KEYWORD}")
+WHATS = ("looks", "looks before", "changes", "looks backward", "changes backward")
+# Of blocks and of what calls them.
+MORE_WHATS = ("looks always", "changes before", "changes before a backward")
+MORE_WHATS += (f"looks always{BY_KEYWORD}", f"changes before{BY_KEYWORD}")
 
 
 def call_by_keyword(block, x):
@@ -125,8 +128,7 @@ def check_seen(results):
 
 
 @pytest.mark.table
-@vary("place", PLACES)
-@vary("what", WHATS)
+@vary("place, what", [*product(PLACES, WHATS), *product(("block", "body"), MORE_WHATS)])
 @vary("added, removed", [(0, 2), (1, 3)])
 @vary("regional", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
