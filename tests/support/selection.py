@@ -3,6 +3,11 @@
 """Which tests run where not all of them do: in ``make test``, ``make quick``, ``make test-gpu`` and ``.ci/run``.
 
 Marks at the tests say which: ``program``, ``quick``, ``slow`` and ``table``, which ``pyproject.toml`` explains.
+
+Plugins of pytest do not fit. pytest-testmon 2.2 records what runs in pytest's own process, but ranks run the package:
+after a change of ``engine/set_up.py`` that fails all tests of ``test_buckets.py``, it ran none of them. pytest-split
+0.11 forms groups of everything that is collected. A new test moves other tests to other groups, two fifths of those
+of ``tests/core`` by ``least_duration``, so ten landings in a row would not run everything.
 """
 
 import hashlib

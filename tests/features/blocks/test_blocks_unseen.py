@@ -8,14 +8,12 @@ Each model here trains beside a plain loop, which the uncompiled engine equals.
 import copy
 import functools
 import pickle
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, Dict, List
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from deepspeed.compile.zero_1_and_2.hooks import no_hook
 
 from support.beside import Beside, check
 from support.ids import vary
@@ -232,95 +230,6 @@ def test_a_forward_that_is_replaced(ranks, block, change, compiled):
     """A compiled block would go on with the forward that it had when the engine was made."""
     (result,) = check(ranks(1).run(train, block, before_step=change))
     assert result.from_graphs == compiled
-
-
-# Hooks -------------------------------------------------------------------------------------------------------------
-
-
-class Hooks:
-    """Registers hooks with every module that it is given: some look, and some change what they see."""
-
-    def __init__(self):
-        self.seen: List[str] = []
-        self._handles: List[Any] = []
-
-    def add(self, modules):
-        for module in modules:
-            for register, hook, options in (
-                (module.register_forward_pre_hook, self.before, {"with_kwargs": True}),
-                (module.register_forward_pre_hook, self.shift, {}),
-                (module.register_forward_hook, self.behind, {"with_kwargs": True, "always_call": True}),
-                (module.register_full_backward_pre_hook, self.before_backward, {}),
-                (module.register_full_backward_hook, self.behind_backward, {}),
-            ):
-                self._handles.append(register(hook, **options))
-
-    def remove(self):
-        while self._handles:
-            self._handles.pop().remove()
-
-    def _sees(self, what, module):
-        attributes = sorted(vars(module).keys() - {"_compiled_call_impl"})
-        hooks = len(module._forward_pre_hooks) - (no_hook in module._forward_pre_hooks.values())
-        self.seen.append(f"{what} {type(module).__name__} {attributes} {hooks}")
-
-    def before(self, module, args, kwargs):
-        self._sees("before", module)
-        return args, {**kwargs, "x": kwargs["x"] * 1.5} if "x" in kwargs else kwargs
-
-    def shift(self, module, args):
-        self.seen.append("shift")
-        return tuple(
-            argument + 0.1 if torch.is_tensor(argument) and argument.is_floating_point() else argument
-            for argument in args
-        )
-
-    def behind(self, module, args, kwargs, output):
-        self._sees("behind", module)
-        return output * 1.25
-
-    def before_backward(self, module, of_output):
-        self.seen.append("before the backward")
-        return tuple(gradient * 0.5 for gradient in of_output)
-
-    def behind_backward(self, module, of_input, of_output):
-        self.seen.append("behind the backward")
-
-
-def call_with_keyword(block, x):
-    return block(x=x)
-
-
-def train_with_hooks(added, removed, of_body, by_keyword):
-    """Trains where hooks are there in the steps from ``added`` to before ``removed``."""
-    pair = Beside(with_blocks(Block), Case(config=REGIONAL))
-    hooks = [(model, Hooks()) for model in (pair.module, pair.plain)]
-    for step in range(4):
-        for model, of_model in hooks:
-            if by_keyword:
-                model.body.run_block = call_with_keyword
-            if step == removed:
-                of_model.remove()
-            if step == added:
-                of_model.add([model.body] if of_body else model.body.blocks)
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    seen = [of_model.seen for _, of_model in hooks]
-    return Hooked(pair.end(), *seen)
-
-
-class Hooked(NamedTuple):
-    outcome: Any
-    seen: List[str]  # by the hooks of the engine's model
-    expected: List[str]  # by those of the plain loop's
-
-
-@vary("added, removed", [(0, 2), (2, 4), (1, 3)])
-@vary("of_body, by_keyword", [(False, True), (True, False), (False, False)])
-def test_hooks(ranks, added, removed, of_body, by_keyword):
-    """A hook that comes or goes later would not be called, be called twice, or see a module that is wrapped."""
-    (result,) = ranks(1).run(train_with_hooks, added, removed, of_body, by_keyword)
-    check([result.outcome])
-    assert result.seen == result.expected != []
 
 
 # Copies ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 """What changes after modules were compiled, hooks and frozen parameters, has its effect as without DeepCompile."""
 
 import threading
+from itertools import product
 from typing import List, NamedTuple
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 from torch.torch_version import TorchVersion
+
+from deepspeed.compile.zero_1_and_2.hooks import no_hook
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
@@ -28,43 +31,67 @@ PLACES = {
 
 
 class Hooks:
-    """Hooks of one model. ``calls`` counts how often they ran."""
+    """Hooks of one model. ``seen`` has an entry for each call: what the hook found at its module."""
 
     def __init__(self):
-        self.calls = 0
+        self.seen = []
         self._handles = []
 
     def add(self, modules, what):
         register = {
             "looks": lambda module: module.register_forward_hook(self.look),
             "looks before": lambda module: module.register_forward_pre_hook(self.look),
+            "looks always": lambda module: module.register_forward_hook(self.look, with_kwargs=True, always_call=True),
             "changes": lambda module: module.register_forward_hook(self.change),
+            "changes before": lambda module: module.register_forward_pre_hook(self.shift, with_kwargs=True),
             "looks backward": lambda module: module.register_full_backward_hook(self.look),
             "changes backward": lambda module: module.register_full_backward_hook(self.change_backward),
-        }[what]
+            "changes before a backward": lambda module: module.register_full_backward_pre_hook(self.halve),
+        }[what.removesuffix(BY_KEYWORD)]
         self._handles = [register(module) for module in modules]
 
     def remove(self):
         while self._handles:
             self._handles.pop().remove()
 
-    def look(self, *_):
-        self.calls += 1
+    def look(self, module, *_):
+        attributes = sorted(vars(module).keys() - {"_compiled_call_impl"})
+        hooks = len(module._forward_pre_hooks) - (no_hook in module._forward_pre_hooks.values())
+        self.seen.append(f"{type(module).__name__} {attributes} {hooks}")
 
     def change(self, module, inputs, output):
-        self.calls += 1
+        self.look(module)
         return output * 1.5
 
+    def shift(self, module, args, kwargs):
+        self.look(module)
+        values = (*args, *kwargs.values())
+        shifted = [value + 0.1 if torch.is_tensor(value) and value.is_floating_point() else value for value in values]
+        return tuple(shifted[: len(args)]), dict(zip(kwargs, shifted[len(args) :], strict=True))
+
     def change_backward(self, module, of_inputs, of_outputs):
-        self.calls += 1
+        self.look(module)
         return tuple(gradient if gradient is None else gradient * 1.5 for gradient in of_inputs)
 
+    def halve(self, module, of_outputs):
+        self.look(module)
+        return tuple(gradient * 0.5 for gradient in of_outputs)
 
+
+# Of blocks that are called by the names of their inputs.
+BY_KEYWORD = ", by keyword"
 WHATS = ("looks", "looks before", "changes", "looks backward", "changes backward")
+# Of blocks and of what calls them.
+MORE_WHATS = ("looks always", "changes before", "changes before a backward")
+MORE_WHATS += (f"looks always{BY_KEYWORD}", f"changes before{BY_KEYWORD}")
+
+
+def call_by_keyword(block, x):
+    return block(x=x)
 
 
 class Seen(NamedTuple):
-    calls: List[List[int]]  # of the engine's hooks and of the plain loop's, after each step
+    seen: List[List[List[str]]]  # by the engine's hooks and by the plain loop's, until after each step
     outcome: Outcome
 
 
@@ -77,7 +104,10 @@ def train(place, what, added, removed, regional=None, backend="eager"):
     """Trains where a model has hooks in the steps from ``added`` to before ``removed``."""
     torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=compiled(regional), backend=backend))
-    both, calls = [(model, Hooks()) for model in (pair.module, pair.plain)], []
+    both, seen = [(model, Hooks()) for model in (pair.module, pair.plain)], []
+    for model, _ in both:
+        if what.endswith(BY_KEYWORD):
+            model.body.run_block = call_by_keyword
     for step in range(removed + 1):
         for model, hooks in both:
             if step == removed:
@@ -85,25 +115,27 @@ def train(place, what, added, removed, regional=None, backend="eager"):
             if step == added:
                 hooks.add(PLACES[place](model), what)
         pair.step(batch(step, 0, dist.get_rank(), 4))
-        calls.append([hooks.calls for _, hooks in both])
-    return Seen(calls, pair.end())
+        seen.append([list(hooks.seen) for _, hooks in both])
+    return Seen(seen, pair.end())
 
 
 def check_seen(results):
     for seen in results:
         check([seen.outcome])
         assert seen.outcome.from_graphs[0] > 0
-        assert all(of_engine == of_plain for of_engine, of_plain in seen.calls), seen.calls
-        assert seen.calls[-1][0] > 0
+        assert all(of_engine == of_plain for of_engine, of_plain in seen.seen), seen.seen
+        assert seen.seen[-1][0]
 
 
 @pytest.mark.table
-@vary("place", PLACES)
-@vary("what", WHATS)
+@vary("place, what", [*product(PLACES, WHATS), *product(("block", "body"), MORE_WHATS)])
 @vary("added, removed", [(0, 2), (1, 3)])
 @vary("regional", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
-    """A graph that was compiled before a hook came, or went, would train on without it, or with it."""
+    """A graph that was compiled before a hook came, or went, would train on without it, or with it.
+
+    Or the hook would be called twice, or see a module that is wrapped.
+    """
     check_seen(ranks(1).run(train, place, what, added, removed, regional))
 
 
@@ -231,7 +263,7 @@ def warnings_of_full_backward_hooks(place, regional, added):
             if added == 1 == step:
                 hooks.add(PLACES[place](module), "looks backward")
             beside.step(batch(step, 0, dist.get_rank(), 4))
-    assert hooks.calls > 0
+    assert hooks.seen
     return beside.end(), [warning for warning in warnings if "full backward hooks" in warning]
 
 
