@@ -50,10 +50,10 @@ def _counted(optimizer, group):
     gradients = optimizer.averaged_gradients[group].targets()
     return [
         gradient
-        for gradient, parameter in zip(gradients, optimizer.params_in_partition[group], strict=True)
+        for gradient, piece in zip(gradients, optimizer._deepcompile.layouts[group].own_pieces(), strict=True)
         # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
-        if not getattr(parameter, PIPE_REPLICATED, False)
-        and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+        if not getattr(piece.parameter, PIPE_REPLICATED, False)
+        and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(piece.parameter))
     ]
 
 
