@@ -20,6 +20,7 @@ gradients.py       the gradients that the reducer holds, and the layout of parti
 fsdp2.py           the memory of FSDP2, by its published scheme
 sources.py         makes a model and a batch
 estimate.py        adds up
+advice.py          which mode to take, and the command's text
 __main__.py        the command
 =================  ==================================================================================
 

@@ -8,8 +8,6 @@ import sys
 from typing import Any, Dict, List, Optional
 
 PROGRAM = "python -m deepspeed.compile.fits"
-# The section of a configuration for a dtype.
-WRITTEN = {"bfloat16": '"bf16": {"enabled": true}', "float16": '"fp16": {"enabled": true}'}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -27,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="Default: bf16, or what --config says")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
+    parser.add_argument("--all", action="store_true", help="print every mode, with the lines to write for each")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too, in bytes")
     return parser
 
@@ -57,6 +56,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     import torch
 
     from . import fits, sources
+    from .advice import text_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
     names = ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora")
@@ -74,7 +74,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
     if options.json is not None:
         with open(options.json, "w") as file:
             file.write(json.dumps(as_json(answer), indent=1) + "\n")
-    print("\n".join(table(answer, options.model)))
+    print("\n".join(text_of(answer, options.model, options.all)))
     return 0
 
 
@@ -93,54 +93,6 @@ def as_json(answer: Any) -> Dict[str, Any]:
     asked = {**{name: getattr(answer.question, name) for name in names}, "dtype": str(answer.question.dtype)}
     known = {"model": answer.model, "elements": answer.elements, "trained": answer.trained}
     return {**known, **asked, "rows": rows, "left_out_gib": answer.left_out, "notes": answer.notes}
-
-
-def table(answer: Any, model: str) -> List[str]:
-    """Returns the lines that the command prints."""
-    from .estimate import GIB, RESERVED
-
-    asked = answer.question
-    trains = "" if answer.trained == answer.elements else f", of which {answer.trained / 1e9:.3f} are trained"
-    rows = "images" if asked.sequence is None else f"x {asked.sequence} tokens without padding"
-    batch = f"{asked.micro_batch} {rows}, {asked.accumulation} for a step"
-    dtype = str(asked.dtype).rpartition(".")[2]
-    lines = [
-        f"{model} ({answer.model}): {answer.elements / 1e9:.3f} billion parameters{trains}.",
-        f"{asked.gpus} GPU{'s' if asked.gpus > 1 else ''} of {asked.memory:g} GB, {dtype}, micro-batch {batch}. GiB:",
-        "",
-    ]
-    head = ("mode", "at rest", "peak", "in", "fits", "time", "the lines to write")
-    cells = [head]
-    for row in answer.rows:
-        spare = answer.spare(row)
-        is_known = row.forward is not None
-        verdict = answer.verdict(row) + (
-            f", {abs(spare):.1f} {'left' if spare >= 0 else 'too much'}" if is_known else ""
-        )
-        phase = row.phase if is_known else "at least"
-        pace = f"{row.mode.pace:.1f} x" if row.mode.pace else ""
-        peaks = (f"{row.at_rest / GIB:.1f}", f"{row.peak / GIB:.1f}")
-        cells.append((row.mode.name, *peaks, phase, verdict, pace, row.line))
-    widths = [max(len(cell[column]) for cell in cells) for column in range(len(head) - 1)]
-    for cell in cells:
-        lines.append("  ".join([text.ljust(width) for text, width in zip(cell, widths)] + [cell[-1]]).rstrip())
-    shown = answer.first
-    made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
-    lines += ["", f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.']
-    lines += answer.notes
-    if dtype in WRITTEN:
-        lines.append(f"With every line of DeepSpeed goes {WRITTEN[dtype]}.")
-    lines.append(
-        '"time" is that of a step as a multiple of plain ZeRO-1\'s: of Qwen3-8B on 2 H200s (docs/performance.md), and '
-        "not of this model."
-    )
-    left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
-    lines.append(
-        f"Off the {asked.memory:g} go {left_out} (measured on 1 and 2 H200s). Beyond the peak torch reserved up to "
-        f"{RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} (docs/performance.md): what leaves "
-        'less is "tight".'
-    )
-    return lines
 
 
 if __name__ == "__main__":

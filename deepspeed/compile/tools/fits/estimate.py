@@ -40,6 +40,10 @@ CONTEXT, NCCL = 1.81, 0.71
 # tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
 RESERVED = {"fork": 0.23, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
+# Of more ranks not all are estimated.
+SOME_RANKS = 32
+# Where no mode fits, up to so many GPUs are tried.
+MOST_GPUS = 256
 
 
 class Row(NamedTuple):
@@ -47,7 +51,7 @@ class Row(NamedTuple):
 
     Attributes:
         mode: the mode.
-        line: the lines to write for the mode.
+        lines: the lines to write for the mode.
         at_rest: bytes between two steps.
         forward, backward, step: the peaks of the phases; None if the model could not be traced.
         peak, phase: the highest peak, and its phase.
@@ -56,7 +60,7 @@ class Row(NamedTuple):
     """
 
     mode: Mode
-    line: str
+    lines: List[str]
     at_rest: int
     forward: Optional[int]
     backward: Optional[int]
@@ -77,6 +81,8 @@ class Answer(NamedTuple):
         rows: the rows of the modes: the configuration's first, then by pace, then by peak.
         first: the row of the configuration, or of the first mode.
         notes: sentences that say what could not be estimated, and why.
+        has_config: whether the question has a configuration.
+        enough: where no mode fits, a number of GPUs on which one does, and its row. None if ``MOST_GPUS`` are too few.
     """
 
     model: str
@@ -86,6 +92,8 @@ class Answer(NamedTuple):
     rows: List[Row]
     first: Row
     notes: List[str]
+    has_config: bool
+    enough: Optional[Tuple[int, Row]] = None
 
     @property
     def left_out(self) -> Dict[str, float]:
@@ -320,7 +328,28 @@ def fits_of(
     others.sort(key=lambda row: (row.mode.pace, row.peak))
     trained = sum(parameter.numel() for parameter in subject.trained.values())
     ordered = [*rows[: len(given)], *others]
-    return Answer(type(subject.model).__name__, subject.elements, trained, question, ordered, first, notes)
+    name = type(subject.model).__name__
+    answer = Answer(name, subject.elements, trained, question, ordered, first, notes, bool(given))
+    if all(answer.verdict(row) == "no" for row in ordered if row.mode.system == "fork"):
+        answer = answer._replace(enough=_enough_gpus(subject, question))
+    return answer
+
+
+def _enough_gpus(subject, question):
+    """Returns the first of twice, four times ... as many GPUs on which a mode of the fork fits, and the mode's row."""
+    modes = None
+    while question.gpus * 2 <= MOST_GPUS:
+        question = dataclasses.replace(question, gpus=question.gpus * 2)
+        if modes is None:
+            modes = modes_for(question, any(subject.frozen_of_blocks), bool(subject.repeated))
+            modes = [mode for mode in modes if mode.system == "fork" and mode.keep is None]
+            # With more GPUs, these need less and less.
+            modes = [mode for mode in modes if mode.shard_parameters == "all"] or modes
+        lowest = min((row_of(subject, mode, question) for mode in modes), key=lambda row: row.peak)
+        if lowest.peak / GIB <= _room(question):
+            return question.gpus, lowest
+        modes = [lowest.mode]
+    return None
 
 
 def _is_plain(mode):
@@ -343,10 +372,25 @@ def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
         return None if activations is None else _of_fsdp2(subject, mode, activations, question)
     if mode.keep == "fit":
         return _with_what_fits(subject, mode, question)
-    rows = [_of_fork(subject, mode, activations, question, rank) for rank in range(question.gpus)]
+    rows = [
+        _of_fork(subject, mode, activations, question, rank) for rank in _ranks_that_differ(subject, question.gpus)
+    ]
     highest = max(rows, key=lambda row: row.peak)
     phases = ("at_rest", "step") if activations is None else ("at_rest", *_PHASES)
     return highest._replace(**{phase: max(getattr(row, phase) for row in rows) for phase in phases})
+
+
+def _ranks_that_differ(subject, ranks):
+    """Lists all ranks, or of many ranks some among which the one that needs the most is, or one that needs as much.
+
+    Ranks differ in what they own: a part of a large parameter, such as an embedding, or an early or late block.
+    """
+    if ranks <= SOME_RANKS:
+        return range(ranks)
+    pieces = layout_of(subject.flat, ranks).by_parameter().values()
+    largest = sorted(pieces, key=lambda of_one: -sum(piece.numel for piece in of_one))[: SOME_RANKS // 8]
+    owners = {of_one[end].owner for of_one in largest for end in (0, -1)}
+    return sorted(owners.union(range(0, ranks, 2 * ranks // SOME_RANKS), [ranks - 1]))
 
 
 def _with_what_fits(subject, mode, question):
@@ -359,7 +403,7 @@ def _with_what_fits(subject, mode, question):
         # Blocks that are not kept are gathered again.
         pace = mode.pace if kept == every else max(mode.pace, round(1.1 + 0.3 * mode.checkpoint, 1))
         numbered = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
-        return row_of(subject, numbered, question)._replace(line=_line_of(subject, mode))
+        return row_of(subject, numbered, question)._replace(lines=_lines_of(subject, mode))
 
     rows = map(row_with, range(every, 0, -1))
     return next((row for row in rows if row.peak / GIB <= _room(question) - free), None) or row_with(0)
@@ -377,7 +421,7 @@ def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> D
     return {"masters": (_REMAINDER if mode.remainders else _FP32) * numel, "moments": moments}
 
 
-def _line_of(subject, mode):
+def _lines_of(subject, mode):
     return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
 
 
@@ -432,11 +476,11 @@ def _of_fork(subject, mode, activations, question, rank):
         **states(flat, ranks, rank, mode),
         "workspaces of cuBLAS": WORKSPACES,
     }
-    line, at_rest = _line_of(subject, mode), sum(parts.values())
+    lines, at_rest = _lines_of(subject, mode), sum(parts.values())
     if activations is None:
         bound = 0 if mode.offload else layout_of(flat, ranks).partition_numel * flat[0].element_size()
         step = at_rest + bound
-        return Row(mode, line, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
+        return Row(mode, lines, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
     key = arrivals, ranks, rank, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
@@ -466,7 +510,7 @@ def _of_fork(subject, mode, activations, question, rank):
     forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
-    return Row(mode, line, at_rest, forward, backward, step, peak, phase, rank, parts)
+    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, rank, parts)
 
 
 def _of_fsdp2(subject, mode, activations, question):
@@ -482,5 +526,5 @@ def _of_fsdp2(subject, mode, activations, question):
     at_rest, forward, backward, step = (part + WORKSPACES + subject.buffers + held for part, held in zip(found, more))
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {"at rest": at_rest, "beside it": peak - at_rest}
-    line = _line_of(subject, mode)
-    return Row(mode, line, at_rest, forward, backward, step, peak, phase, question.gpus - 1, parts)
+    lines = _lines_of(subject, mode)
+    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, question.gpus - 1, parts)

@@ -105,8 +105,15 @@ class Mode:
         own_loss = self.system == "fsdp2"
         return self.checkpoint, self.budget, False if own_loss else self.chunked_loss, own_loss
 
-    def lines(self, enables: bool, is_whole: bool) -> str:
-        """Returns the lines to write.
+    @property
+    def options(self) -> int:
+        """The number of options that the mode sets."""
+        given = (self.budget, self.chunked_loss, self.shard_parameters, self.keep)
+        flags = (self.checkpoint, self.overlap_gather, self.eight_bit, self.remainders, self.offload)
+        return sum(option is not None for option in given) + sum(flags)
+
+    def lines(self, enables: bool, is_whole: bool) -> List[str]:
+        """Lists the lines to write.
 
         Args:
             enables: whether the model has transformers' ``gradient_checkpointing_enable()``.
@@ -135,7 +142,7 @@ class Mode:
         if self.checkpoint:
             enabled = enables and self.system == "fork"
             lines += ["model.gradient_checkpointing_enable()" if enabled else "torch.utils.checkpoint at each block"]
-        return ", ".join(lines)
+        return lines
 
 
 _BASES = (

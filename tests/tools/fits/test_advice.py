@@ -1,0 +1,105 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the command that asks whether a model fits advises."""
+
+import dataclasses
+
+import pytest
+from torch import nn
+
+from deepspeed.compile.tools.fits import estimate, fits
+from deepspeed.compile.tools.fits.advice import COLUMNS, FEW, few_rows, recommended, text_of
+from deepspeed.compile.tools.fits.estimate import GIB
+from deepspeed.compile.tools.fits.modes import MODES, Mode
+
+WIDTH = 8192
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.linear(x).relu()
+
+
+class Large(nn.Module):
+    """Has 2.7 billion parameters in layers, and few outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(40))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(scope="module")
+def answer():
+    """The answer without modes that change activations, each of which takes a trace of the model."""
+    modes = [mode for mode in MODES if mode.of_activations[:3] == (False, None, None) and mode.system == "fork"]
+    return fits(Large, modes=[*modes, Mode("FSDP2, resharded", 1.2, "fsdp2", reshard=True)], gpus=8, sequence=64)
+
+
+def on(answer, memory):
+    """Returns the answer for GPUs of so many GB, without another estimate."""
+    return answer._replace(question=dataclasses.replace(answer.question, memory=memory))
+
+
+def test_the_fastest_mode_with_the_fewest_options(answer):
+    """Who has room would be told to change more than is needed, and who has none to take a slow mode."""
+    assert recommended(on(answer, 80)).mode.name == "ZeRO-1 or 2"
+    # Where ZeRO-1 fits no longer, and only sharded parameters do.
+    sharded = recommended(on(answer, 8))
+    assert sharded.mode.shard_parameters == "all" and not sharded.mode.offload
+    faster = [row for row in answer.rows if row.mode.system == "fork" and row.mode.pace < sharded.mode.pace]
+    assert faster and all(on(answer, 8).verdict(row) in ("no", "tight") for row in faster)
+
+
+@pytest.mark.parametrize("memory", [80, 8, 3.5])
+def test_what_is_printed_is_short(answer, memory):
+    """A terminal would break the lines of the table, or a person look for one mode among two dozen."""
+    lines = text_of(on(answer, memory), "large", shows_all=False)
+    assert max(map(len, lines)) <= COLUMNS
+    rows = few_rows(on(answer, memory))
+    assert len(rows) <= FEW and "FSDP2, resharded" in {row.mode.name.partition(", checkpointed")[0] for row in rows}
+    assert any(line.startswith("Recommended: ") or line.startswith("Nothing fits") for line in lines)
+    every = text_of(on(answer, memory), "large", shows_all=True)
+    assert all(any(line.startswith(row.mode.name) for line in every) for row in answer.rows)
+
+
+@pytest.mark.slow
+def test_from_how_many_gpus_on(answer):
+    """Who has too few GPUs would try numbers by hand, or believe that more of them help where none do."""
+    answer = fits(Large, gpus=1, memory=6, sequence=64)
+    gpus, row = answer.enough
+    assert gpus == 8 and row.peak / GIB < 6
+    text = " ".join(text_of(answer, "large", shows_all=False))
+    assert f"Nothing fits on 1 GPU of 6 GB. From 8 on, {row.mode.name} fits." in text
+    text = " ".join(text_of(answer._replace(enough=None), "large", shows_all=False))
+    assert "More GPUs do not help: take shorter sequences, or GPUs with more memory." in text
+
+
+class WithHead(Large):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+
+    def forward(self, ids):
+        return self.head(super().forward(ids) + self.embedding(ids)).square().mean()
+
+
+@pytest.mark.slow
+def test_many_ranks_are_estimated_by_some(monkeypatch):
+    """A question about thousands of GPUs would take an hour, or the rank with the most be left out."""
+    modes = [Mode("sharded", shard_parameters="all"), Mode("plain")]
+    some = fits(WithHead, modes=modes, gpus=40, sequence=64).rows
+    monkeypatch.setattr(estimate, "SOME_RANKS", 40)
+    every = fits(WithHead, modes=modes, gpus=40, sequence=64).rows
+    assert [row.peak for row in some] == [row.peak for row in every]
+    assert [row.at_rest for row in some] == [row.at_rest for row in every]
