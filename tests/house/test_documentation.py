@@ -6,6 +6,7 @@ Blocks with the name of a file are in ``test_demo.py``, drawings in ``test_site.
 """
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -39,8 +40,29 @@ def of(language):
 @pytest.mark.quick
 def test_every_block_says_what_it_is():
     """A block in another language would be tested by nothing."""
-    kinds = {"python", "json", "sh", "mermaid"}
+    kinds = {"python", "json", "sh", "mermaid", "text"}
     assert [block.where for block in blocks() if block.language not in kinds] == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("block", of("text"), ids=str)
+def test_what_a_command_prints(block):
+    """A page would show an answer of ``fits`` as it printed it once."""
+    from deepspeed.compile.tools.fits.advice import COLUMNS, text_of
+    from deepspeed.compile.tools.fits.modes import MODES
+
+    lines = block.text.splitlines()
+    assert max(map(len, lines)) <= COLUMNS
+    head = next(line for line in lines if line.startswith("mode"))
+    assert all(
+        f'"{title.strip()}"' in inspect.getsource(sys.modules[text_of.__module__])
+        for title in head.split("  ")
+        if title.strip()
+    )
+    rows = lines[lines.index(head) + 1 :]
+    names = [row.split("  ")[0] for row in rows]
+    assert names and set(names) <= {mode.name for mode in MODES}
+    assert lines[0].startswith("Recommended: ") and any(lines[0].startswith(f"Recommended: {name}.") for name in names)
 
 
 @pytest.mark.quick
@@ -258,8 +280,14 @@ def check_export(arguments, tmp_path, monkeypatch):
     assert arguments[0].partition("=")[0] in (ROOT / "Makefile").read_text()
 
 
+def check_ds_report(arguments, tmp_path, monkeypatch):
+    """The command takes no arguments that a page needs."""
+    assert not arguments
+
+
 CHECKS = {
     "deepspeed": check_deepspeed,
+    "ds_report": check_ds_report,
     "export": check_export,
     "make": check_make,
     "pip": check_pip,
