@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
 
 from support.engines import OVERLAPPED, CaseBeside
 from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
@@ -74,6 +75,7 @@ class Second(NamedTuple):
     raised: List[Optional[str]]  # what each use of the first engine raises then
     moved: float  # how far these uses moved parameters
     error_again: float  # when the second engine has trained on
+    error_of_masters: float  # of the master weights that the second engine's parameters are linked with then
 
 
 def second_engine(case, stages):
@@ -98,8 +100,10 @@ def second_engine(case, stages):
     first.engine.destroy()
     second.step(5)
     error_again = second.error()
+    masters = [safe_get_full_fp32_param(parameter) for parameter in second.module.parameters()]
+    error_of_masters = relative_error(masters, second.plain.parameters())
     second.engine.destroy()
-    return Second(error, raised, moved, error_again)
+    return Second(error, raised, moved, error_again, error_of_masters)
 
 
 @pytest.mark.follows("use that one, and destroy this one")
@@ -124,7 +128,7 @@ def test_second_engine_of_a_module(ranks, model, stages):
         for sentence in second.raised:
             assert sentence is not None and "engine" in sentence and "\n" not in sentence, second.raised
         assert any("use that one, and destroy this one" in sentence for sentence in second.raised)
-        assert second.moved == 0 and second.error_again < BOUND
+        assert second.moved == 0 and second.error_again < BOUND and second.error_of_masters < BOUND
 
 
 def use_after_destroy(case):

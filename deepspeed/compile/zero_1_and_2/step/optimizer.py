@@ -147,7 +147,12 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self.__class__ = self.plain_class
         attached.discard(self)
         del self._deepcompile
+        # The base forgets the links of its parameters, which a later engine may have made.
+        later = [parameter for optimizer in attached for parameter in registered_parameters(optimizer)]
+        links = [(parameter, parameter._hp_mapping) for parameter in later]
         self.destroy()
+        for parameter, link in links:
+            parameter._hp_mapping = link
 
 
 @functools.cache
