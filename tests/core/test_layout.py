@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where elements of parameters lie, for any parameters and any number of ranks. Nothing is allocated."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,7 +50,6 @@ def check(layouts):
     assert filled == sum(elements for _, _, elements in layouts[0].places)
 
 
-@pytest.mark.quick
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(WORLDS, st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3000)), max_size=12), st.integers(1, 4))
 def test_layout_of_deepspeed(world, sizes, alignment):

@@ -76,7 +76,7 @@ FAULTS = {
     "wrong elements for an owner": Fault(
         "the second owner of a parameter that straddles partitions gets the parameter's first elements",
         CPP + "bucket.cpp",
-        {"pieces.push_back({owner, done, ": "pieces.push_back({owner, 0, "},
+        {"{piece, segment.used + piece.source_offset}": "{piece, segment.used}"},
         ("core/test_parity.py",),
     ),
     "not divided by the number of ranks": Fault(

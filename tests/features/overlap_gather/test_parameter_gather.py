@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 
-from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.hooks import Hook
@@ -333,9 +332,3 @@ def test_a_script_module_among_the_others(ranks):
     """A module of torch.jit takes no hooks and raises, though its parameters need to be awaited too."""
     for error in ranks(2).run(train_with_a_script_module, Case(config=OVERLAPPED)):
         assert error < BOUND
-
-
-def test_needs_blocks():
-    """Without blocks nothing would wait."""
-    with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation to true"):
-        CompileConfig(deepcompile=True, overlap_param_gather=True, regional_compilation=False)

@@ -85,7 +85,7 @@ class Beside:
             master = torch.nn.Parameter(self.masters.clone())
             new, remainders = split(master.data)
             optimizer = make([master])
-            steps = RemaindersAdam([remainders], [rule()]) if has_remainders else rule()
+            steps = RemaindersAdam([remainders], rule()) if has_remainders else rule()
             if has_remainders:
                 master.data = master.data.new_full((1,), torch.nan).expand(NUMEL)
             self.sides.append((optimizer, steps, new, remainders))
