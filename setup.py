@@ -23,8 +23,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import urllib.parse
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NoReturn, Tuple
+from typing import Any, Dict, Iterator, List, NoReturn, Optional, Tuple
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
@@ -363,6 +364,18 @@ def commit_of_checkout() -> str:
         return "unknown"
 
 
+def home_of_checkout() -> Optional[str]:
+    """Return the address from which this checkout was cloned, for reports; None if it is no address of the web."""
+    command = ["git", "-C", str(ROOT), "remote", "get-url", "origin"]
+    try:
+        address = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    parts = urllib.parse.urlsplit(address)
+    # A clone's address may have a password.
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl() if parts.scheme == "https" else None
+
+
 def main() -> None:
     check_setuptools()
     version, sha256 = read_pin()
@@ -379,6 +392,9 @@ def main() -> None:
 
     os.environ["DS_BUILD_STRING"] = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
     os.environ["DS_FORK_COMMIT"] = commit_of_checkout()
+    home = home_of_checkout()
+    if home is not None:
+        os.environ["DS_FORK_HOME"] = home
     os.chdir(tree)
     sys.path.insert(0, str(tree))
     if have_torch:

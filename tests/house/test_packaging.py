@@ -227,6 +227,9 @@ def test_wheel_metadata_is_the_base_s_but_for_torch_and_pictures(built, base):
     assert set(ours.get_all("Requires-Dist")) - gpu_only == wanted - gpu_only
     assert set(ours.get_all("Provides-Extra")) == {*theirs.get_all("Provides-Extra"), "pictures"}
     assert built.read(f"{folder}/licenses/NOTICE") == (ROOT / "NOTICE").read_bytes()
+    # Reports would go to DeepSpeed's team.
+    assert ours["Author"] == "the authors of this fork of DeepSpeed" and ours["Author-email"] is None
+    assert "deepspeed.ai" not in str(ours["Home-page"]) and ours.get_all("Project-URL") is None
 
 
 def test_wheel_has_the_base_s_commands(built, base):

@@ -12,6 +12,18 @@ EDITS = (
         "# Build specifiers like .devX can be added at install time.",
     ),
     (
+        "setup.py",
+        "where reports go",
+        "      author='DeepSpeed Team',\n"
+        "      author_email='info@deepspeedai.com',\n"
+        "      url='http://deepspeed.ai',\n"
+        "      project_urls={\n"
+        "          'Documentation': 'https://deepspeed.readthedocs.io',\n"
+        "          'Source': 'https://github.com/deepspeedai/DeepSpeed',\n"
+        "      },\n",
+        "      author='the authors of this fork of DeepSpeed',\n      url=os.environ.get('DS_FORK_HOME'),\n",
+    ),
+    (
         "deepspeed/env_report.py",
         "lines of ds_report",
         '    print("DeepSpeed general environment info:")\n',
