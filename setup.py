@@ -121,6 +121,14 @@ EDITS = (
         "            if any(self.round_robin_bit16_padding[i]):\n",
         "            if self.round_robin_gradients or any(self.round_robin_bit16_padding[i]):\n",
     ),
+    # A later engine of the same parameters has links of its own.
+    (
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        "links that destroy() drops",
+        "                if getattr(p, '_hp_mapping', None):\n",
+        "                links = getattr(p, '_hp_mapping', None)\n"
+        "                if links and links.gradient_dict is self.averaged_gradients:\n",
+    ),
     (
         "deepspeed/ops/op_builder/builder.py",
         "build at first use",

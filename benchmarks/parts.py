@@ -181,7 +181,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         remainders = torch.empty_like(new, dtype=torch.int16)
         for masters, parameters, rests in zip(*(tensor.split(2**26) for tensor in (master.data, new, remainders))):
             parameters[:], rests[:] = split(masters)
-        rule = RemaindersAdam([remainders], [states()])
+        rule = RemaindersAdam([remainders], states())
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
         times.print_row(f"remainders, {name}", took, floor, most_memory(run))

@@ -39,6 +39,8 @@ if not torch.cuda.is_available():
     PartialState(backend="gloo")
 config = {
     "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1},
     "compile": {"deepcompile": True},

@@ -131,6 +131,25 @@ def test_second_engine_of_a_module(ranks, model, stages):
         assert second.moved == 0 and second.error_again < BOUND and second.error_of_masters < BOUND
 
 
+def links_after_an_earlier_end(case):
+    """Returns the error of master weights of an engine that was made before an earlier one was destroyed."""
+    first = CaseBeside(case)
+    first.step(0)
+    second = CaseBeside(dataclasses.replace(case, deepcompile=False), module=first.module)
+    first.engine.destroy()
+    second.step(1)
+    masters = [safe_get_full_fp32_param(parameter) for parameter in second.module.parameters()]
+    error = relative_error(masters, second.plain.parameters())
+    second.engine.destroy()
+    return error
+
+
+def test_the_end_of_an_engine_leaves_a_later_one_its_links(ranks):
+    """Reads of a parameter's master weights would return zeros, and writes be lost."""
+    for error in ranks(2).run(links_after_an_earlier_end, Case(model="FillsPartition")):
+        assert error < BOUND
+
+
 def use_after_destroy(case):
     """Returns what a backward through a graph of a destroyed engine says, and whether a later engine trains."""
     module, engine = start(case)

@@ -65,7 +65,7 @@ def test_compiled_after_torch_failed(ranks, stage):
     assert result.second is None and result.error < BOUND and result.anew < BOUND
 
 
-@pytest.mark.follows("failed half-way; create a new engine")
+@pytest.mark.follows("failed half-way; create a new engine", "failed half-way ({}); create a new engine")
 @vary("stage", [1, 2])
 def test_refused_after_half_a_compile(ranks, stage):
     """A second engine.compile() would set up an engine twice that the first has left half-way."""

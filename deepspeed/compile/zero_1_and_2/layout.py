@@ -4,7 +4,7 @@
 
 Each parameter group has one flat tensor, in which each parameter lies in one place. The elements of the group are
 shared out among the ranks of its process group: each rank owns a partition, and all partitions have one size.
-:class:`Layout` says which elements are in which partition. No other code computes that.
+:class:`Layout` says which elements are in which partition, as the base cuts them. Our code asks it alone.
 """
 
 import itertools
@@ -123,20 +123,28 @@ def layouts_of(optimizer: DeepSpeedZeroOptimizer) -> List[Layout]:
     deepcompile = getattr(optimizer, "_deepcompile", None)
     if deepcompile is not None:
         return deepcompile.layouts
-    return [
+    layouts = [
         Layout(
-            [Place(parameter, first, parameter.numel()) for parameter, first in zip(parameters, offsets, strict=True)],
+            # A parameter whose data was moved to the host has no elements.
+            [
+                Place(parameter, first, like.numel())
+                for parameter, first, like in zip(parameters, offsets, likes, strict=True)
+            ],
             dist.get_world_size(process_group),
             dist.get_rank(process_group),
             optimizer.nccl_start_alignment_factor,
         )
-        for parameters, offsets, process_group in zip(
+        for parameters, offsets, likes, process_group in zip(
             optimizer.round_robin_bit16_groups,
             optimizer.round_robin_bit16_offsets,
+            optimizer.round_robin_bit16_meta,
             optimizer.real_dp_process_group,
             strict=True,
         )
     ]
+    # The base has computed it too.
+    assert [layout.partition_numel for layout in layouts] == [int(numel) for numel in optimizer.partition_size]
+    return layouts
 
 
 def partition(optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:

@@ -615,13 +615,27 @@ def test_a_set_up_that_raises_leaves_the_master_weights(ranks, overlapped):
 
 
 def fail_on_one_rank(run, rank):
-    """Returns what a rank says of a set-up that fails on one rank after the optimizer was changed, and afterwards."""
+    """Returns what a rank says of a set-up that fails on one rank after the optimizer was changed, and afterwards.
+
+    Also whether a destroyed engine has all its master weights.
+    """
     engine = begin(run, compiled=False)
-    broken = mock.patch.object(masters_module.Masters, "set", side_effect=Injected("no memory"))
+    groups, set_masters = len(engine.optimizer.single_partition_of_fp32_groups), masters_module.Masters.set
+
+    def fail_in_the_last(masters, group, *others):
+        if group == groups - 1:
+            raise Injected("no memory")
+        set_masters(masters, group, *others)
+
+    broken = mock.patch.object(masters_module.Masters, "set", fail_in_the_last)
     with broken if dist.get_rank() == rank else contextlib.nullcontext():
         said = outcome(engine.compile, backend=run.backend)
     loss = engine(sequences(run, 0, 0))
-    return said, outcome(engine.backward, loss), outcome(engine.compile, backend=run.backend)
+    later = [outcome(engine.backward, loss), outcome(engine.optimizer.state_dict)]
+    again = outcome(engine.compile, backend=run.backend)
+    engine.destroy()
+    masters = engine.optimizer.single_partition_of_fp32_groups if dist.get_rank() == rank else []
+    return said, later, again, all(master.isfinite().all() for master in masters)
 
 
 @vary("rank", [0, 1])
@@ -630,9 +644,10 @@ def test_a_set_up_that_fails_late_on_one_rank(ranks, rank):
     answers = ranks(2).run(fail_on_one_rank, run_of(accumulation=1), rank, timeout=60)
     assert answers[rank][0] == "Injected: no memory"
     assert f"rank {rank} could not convert optimizer states, so no rank goes on" in answers[1 - rank][0]
-    for _, trained_on, again in answers:
-        assert "engine.compile() failed half-way; create a new engine" in trained_on
-        assert "engine.compile() failed half-way; create a new engine" in again
+    for _, later, again, finite in answers:
+        assert all("engine.compile() failed half-way (" in said and "); create a new engine" in said for said in later)
+        assert "failed half-way" in again and "create a new engine" in again
+        assert finite
 
 
 class Interrupted(Exception):

@@ -61,6 +61,7 @@ def test_the_fastest_mode_with_the_fewest_options(answer):
     assert faster and all(on(answer, 8).verdict(row) in ("no", "tight") for row in faster)
 
 
+@pytest.mark.follows("--all shows modes without them")
 @pytest.mark.parametrize("memory", [80, 8, 3.5])
 def test_what_is_printed_is_short(answer, memory):
     """A terminal would break the lines of the table, or a person look for one mode among two dozen."""
@@ -80,7 +81,7 @@ def test_from_how_many_gpus_on(answer):
     gpus, row = answer.enough
     assert gpus == 8 and row.peak / GIB < 6
     text = " ".join(text_of(answer, "large", shows_all=False))
-    assert f"Nothing fits on 1 GPU of 6 GB. From 8 on, {row.mode.name} fits." in text
+    assert f"Nothing fits on 1 GPU of 6 GB. On 8, {row.mode.name} fits." in text
     text = " ".join(text_of(answer._replace(enough=None), "large", shows_all=False))
     assert "More GPUs do not help: take shorter sequences, or GPUs with more memory." in text
 

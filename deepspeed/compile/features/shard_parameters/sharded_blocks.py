@@ -127,17 +127,20 @@ class ShardedBlocks:
 
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""
-        if self.partitions is not None:
-            with every_rank_raises(TAKE_IN, self._group):
-                self.partitions.take_over()
+        # Units are taken in one by one, so that at most one more whole unit is on the device. What a rank does alone
+        # for one unit runs where ranks compare errors for the next: otherwise they would wait for a rank that raised.
+        alone = (lambda: None) if self.partitions is None else self.partitions.take_over
         for unit in self.units:
-            unit.shard()
+            unit.take_in(alone)
+            alone = unit.reshard_first
         if self.outside is not None:
-            self.outside.take_in()
+            self.outside.take_in(alone)
             # What was cut from the host has come to its owners alone.
-            self.outside.refresh()
-        if self.partitions is not None:
-            self.partitions.give_up_flat()
+            alone = self.outside.refresh
+        with every_rank_raises(TAKE_IN, self._group):
+            alone()
+            if self.partitions is not None:
+                self.partitions.give_up_flat()
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""

@@ -7,7 +7,7 @@
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, List, Optional
 
 import torch
 
@@ -68,19 +68,19 @@ class Unit:
     def owner(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
 
-    def shard(self) -> None:
-        """Takes the parameters in, and reshards the unit unless this rank is the only one."""
-        self.take_in()
+    def reshard_first(self) -> None:
+        """Reshards the unit after :meth:`take_in`, unless this rank is the only one."""
         self.is_used = True
         self.reshard()
 
-    def take_in(self) -> None:
-        """Moves the parameters into the unit's memory.
+    def take_in(self, before: Callable[[], None]) -> None:
+        """Moves the parameters into the unit's memory. ``before()`` is called first.
 
         DeepSpeed has not broadcast parameters that were on the host. Frozen ones get the first rank's values here.
         """
-        # Before the broadcast, and before the next unit's, in which the other ranks would wait for one that raised.
+        # Before the broadcast, in which the other ranks would wait for one that raised.
         with every_rank_raises(TAKE_IN, self._group):
+            before()
             lack_values = self.memory.take_in()
         if lack_values:
             with collective(PURPOSE):

@@ -83,7 +83,7 @@ class Update(Feature):
         optimizer = self._optimizer()
         with every_rank_raises("convert optimizer states", self._group):
             self.states.adopt(optimizer)
-            # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
+            # The links may lead to states in the form that they had.
             optimizer._deepcompile.links.link_again(optimizer)
             if self._masters is not None:
                 use_remainders(optimizer, self._masters)

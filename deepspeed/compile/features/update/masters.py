@@ -77,8 +77,11 @@ class Masters:
     def take_apart(self) -> None:
         """Splits the base's master weights into parameters and remainders, and frees their memory. The parameters of
         this rank's partitions may change in their last bit, so all ranks must call :meth:`send_parameters` then."""
-        for group, master in enumerate(self._optimizer().single_partition_of_fp32_groups):
+        masters = self._optimizer().single_partition_of_fp32_groups
+        for group, master in enumerate(masters):
             self.set(group, 0, master.data)
+        # Only now: while a split may still raise, the master weights are those of the engine without remainders.
+        for master in masters:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
 
     def send_parameters(self) -> None:

@@ -71,12 +71,13 @@ class StatesOfAdam:
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Converts loaded states to the form that the optimizer keeps."""
-        for layout, master in zip(layouts_of(optimizer), optimizer.single_partition_of_fp32_groups, strict=True):
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
             states = optimizer.optimizer.state.get(master, {})
+            # Engines without DeepCompile come here before each step, and layouts take time to make.
             if self._in_8_bits and has_moments(states):
-                to_blocks(states, layout.first, master)
+                to_blocks(states, layouts_of(optimizer)[group].first, master)
             elif not self._in_8_bits and is_blockwise(states):
-                to_fp32(states, layout.first, master.numel())
+                to_fp32(states, layouts_of(optimizer)[group].first, master.numel())
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.

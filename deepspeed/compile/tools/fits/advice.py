@@ -8,7 +8,7 @@ from typing import List, Optional, Sequence
 from .estimate import GIB, RESERVED, Answer, Row
 
 COLUMNS = 80
-# Rows beside those of the configuration.
+# Rows, the recommended one among them, and without that of the configuration.
 FEW = 5
 # The section of a configuration for a dtype.
 WRITTEN = {"bfloat16": '"bf16": {"enabled": true}', "float16": '"fp16": {"enabled": true}'}
@@ -19,7 +19,8 @@ def recommended(answer: Answer) -> Optional[Row]:
     for verdict in ("yes", "tight"):
         rows = [row for row in answer.rows if row.mode.system == "fork" and answer.verdict(row) == verdict]
         if rows:
-            return min(rows, key=lambda row: (row.mode.pace, row.mode.options, row.peak))
+            # States in 8 bits change the numbers of a training, and other options do not.
+            return min(rows, key=lambda row: (row.mode.pace, row.mode.options, row.mode.eight_bit, row.peak))
     return None
 
 
@@ -66,18 +67,21 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
         *_table(answer, answer.rows if shows_all else few_rows(answer), shows_all),
         "",
     ]
-    shown = answer.first
+    shown = answer.first if answer.has_config else recommended(answer) or answer.first
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
-    notes = [f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.', *answer.notes]
+    peak = f'The peak of "{shown.mode.name}" on rank {shown.rank}, {shown.peak / GIB:.2f} GiB: {made_of}.'
+    notes = [peak, *answer.notes]
+    if shown.mode.eight_bit:
+        notes.append("8-bit states round Adam's moments; --all shows modes without them.")
     notes.append(
         '"time" is that of a step as a multiple of plain ZeRO-1\'s: of Qwen3-8B on 2 H200s (docs/performance.md), and '
         "not of this model."
     )
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     notes.append(
-        f"Off the {asked.memory:g} go {left_out} (measured on 1 and 2 H200s). Beyond the peak torch reserved up to "
-        f"{RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} (docs/performance.md): what leaves "
-        'less is "tight".'
+        f"Off the {asked.memory:g} GB, which a GPU shows as GiB, go {left_out} (measured on 1 and 2 H200s). Beyond "
+        f"the peak torch reserved up to {RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} "
+        '(docs/performance.md): what leaves less is "tight".'
     )
     if not shows_all:
         notes.append("--all prints every mode, with the lines to write for each.")
@@ -98,13 +102,13 @@ def _advice(answer, dtype):
         written = [*row.lines, *([WRITTEN[dtype]] if dtype in WRITTEN else [])]
         written = [part for line in written for part in _wrapped(line, "    ")]
         return [*_wrapped(f"Recommended: {row.mode.name}. {said}"), *written]
-    if any(answer.verdict(row) == "unknown" for row in answer.rows):
+    if any(row.forward is None for row in answer.rows):
         return _wrapped("Recommended: no mode, because activations are unknown. The reason stands below the table.")
     said = f"Nothing fits on {_gpus(answer)}."
     if answer.enough is None:
         return _wrapped(f"{said} More GPUs do not help: take shorter sequences, or GPUs with more memory.")
     gpus, enough = answer.enough
-    return _wrapped(f"{said} From {gpus} on, {enough.mode.name} fits.")
+    return _wrapped(f"{said} On {gpus}, {enough.mode.name} fits.")
 
 
 def _table(answer: Answer, rows: Sequence[Row], shows_all: bool) -> List[str]:

@@ -216,7 +216,7 @@ class Subject:
         try:
             with self.fake, sources.whole_rows(), _without_logs():
                 batch = make_batch(question.micro_batch or 1, question.sequence or 1)
-                self._say(f"running a forward and a backward without memory: {mode.name}")
+                self._say(f"estimating activations: {mode.name}")
                 self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
         except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
             if _is_own(error):
@@ -346,6 +346,9 @@ def _enough_gpus(subject, question):
             # With more GPUs, these need less and less.
             modes = [mode for mode in modes if mode.shard_parameters == "all"] or modes
         lowest = min((row_of(subject, mode, question) for mode in modes), key=lambda row: row.peak)
+        if lowest.forward is None:
+            # What is known is less than the peak.
+            return None
         if lowest.peak / GIB <= _room(question):
             return question.gpus, lowest
         modes = [lowest.mode]

@@ -96,9 +96,14 @@ def _set_up(request):
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
-        attach(optimizer, deepcompile)
-        for commit in overriding(features, "commit"):
-            commit()
+        try:
+            with every_rank_raises("set the optimizer up", engine.seq_data_parallel_group):
+                attach(optimizer, deepcompile)
+            for commit in overriding(features, "commit"):
+                commit()
+        except Exception as error:
+            deepcompile.why_refused = f"engine.compile() failed half-way ({error}); create a new engine"
+            raise
         deepcompile.undo, deepcompile.why_refused = undo.pop_all(), None
     # Large tensors are gone. A forward would fragment their memory, which the gradient partition and states need
     # whole.

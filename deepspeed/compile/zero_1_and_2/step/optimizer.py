@@ -87,6 +87,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def state_dict(self) -> Dict[str, Any]:
         self._deepcompile.interrupted_step.refuse()
+        if self in attached:
+            # A set-up that failed half-way may have left master weights in two forms.
+            self._deepcompile.refuse()
         self._deepcompile.gather.wait_all()
         return super().state_dict()
 
@@ -147,12 +150,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self.__class__ = self.plain_class
         attached.discard(self)
         del self._deepcompile
-        # The base forgets the links of its parameters, which a later engine may have made.
-        later = [parameter for optimizer in attached for parameter in registered_parameters(optimizer)]
-        links = [(parameter, parameter._hp_mapping) for parameter in later]
         self.destroy()
-        for parameter, link in links:
-            parameter._hp_mapping = link
 
 
 @functools.cache
@@ -170,6 +168,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer._deepcompile = deepcompile
     mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
+    # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
+    deepcompile.links.link_again(optimizer)
     deepcompile.placement.drop_memory_of_base(optimizer)
     attached.add(optimizer)
 
