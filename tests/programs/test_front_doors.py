@@ -316,8 +316,11 @@ def dpo(case, resumes, callbacks=(), **others):
     return train(trainer, case, resumes, others=[trainer.ref_model])
 
 
-def grpo(case, resumes, **others):
-    """``GRPOTrainer``, which generates in each step. Texts of several ranks have different lengths."""
+def grpo(case, resumes, settings=None, **others):
+    """``GRPOTrainer``, which generates in each step. Texts of several ranks have different lengths.
+
+    ``settings``: more fields of its configuration.
+    """
     from trl import GRPOConfig, GRPOTrainer
 
     lengths = []
@@ -330,17 +333,24 @@ def grpo(case, resumes, **others):
     # Half of the tokens end a text.
     ends = {"eos_token_id": [EOS, *range(VOCABULARY // 2, VOCABULARY)]}
     generation = {"num_generations": 2, "max_completion_length": 8, "generation_kwargs": ends}
+    model = make_model()
+    if settings:
+        # The trainer loads the reference model from where the model came from. The first rank alone writes it.
+        model.config._name_or_path = os.path.join(case.folder, "model")
+        model.save_pretrained(model.config._name_or_path)
+        dist.barrier()
     trainer = GRPOTrainer(
-        make_model(),
+        model,
         reward_funcs=reward,
         # But bf16, which is the default, transformers refuses on CPU.
-        args=GRPOConfig(**trainer_arguments(case, bf16=False, **generation)),
+        args=GRPOConfig(**trainer_arguments(case, bf16=False, **generation, **(settings or {}))),
         train_dataset=training,
         eval_dataset=evaluation,
         processing_class=make_tokenizer(),
         **others,
     )
-    outcome = train(trainer, case, resumes)
+    references = [trainer.ref_model] if settings else []
+    outcome = train(trainer, case, resumes, others=references)
     of_ranks = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, lengths)
     assert any(len(set(values)) > 1 for values in zip(*of_ranks, strict=True)), TOGETHER
@@ -662,11 +672,23 @@ def read_by_callbacks(case):
     return {**found, **weights_below(os.path.join(case.folder, "saved"))}, len(waited)
 
 
-def read_beside_plain(case):
+def read_by_grpo(case):
+    """Trains a model by GRPO that a reference model follows. Returns the reference's parameters by name."""
+    following = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0, "beta": 0.1}
+    with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
+        outcome = grpo(case, False, settings=following)
+        (reference,) = outcome.others
+        found = {name: each.detach().clone() for name, each in reference.module.named_parameters()}
+        for engine in (outcome.engine, reference):
+            engine.destroy()
+    return found, len(waited)
+
+
+def read_beside_plain(case, read=read_by_callbacks):
     """Returns by name how far what callbacks read is from what they read without DeepCompile."""
-    found, waited = read_by_callbacks(case)
+    found, waited = read(case)
     off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
-    expected, _ = read_by_callbacks(off)
+    expected, _ = read(off)
     assert found.keys() == expected.keys()
     return {name: relative_error([each], [expected[name]]) for name, each in found.items()}, waited
 
@@ -681,6 +703,18 @@ def test_callbacks_read_what_was_stepped(ranks, tmp_path, shards):
     for errors, waited in ranks(2).run(read_beside_plain, case):
         assert {name.split(":")[0] for name in errors} == {"reference", "average", "model.safetensors"}
         assert max(errors.values()) < BOUND, errors
+        assert shards or waited
+
+
+@pytest.mark.slow
+@vary("shards", ["", "all"])
+def test_a_reference_follows_by_grpo(ranks, tmp_path, shards):
+    """The reference would follow what was there before a step, or sharded parameters have no values to follow."""
+    for package in packages("GRPOTrainer"):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    case = Case("GRPOTrainer", str(tmp_path), shards=shards)
+    for errors, waited in ranks(2).run(read_beside_plain, case, read_by_grpo):
+        assert errors and max(errors.values()) < BOUND, errors
         assert shards or waited
 
 
