@@ -364,7 +364,7 @@ def grpo_with_lora(case, resumes):
 # Lightning
 
 
-def lightning_trainer(case, resumes):
+def lightning_trainer(case, resumes, callbacks=()):
     """Lightning's ``Trainer`` with its ``DeepSpeedStrategy``."""
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import DeepSpeedStrategy
@@ -416,7 +416,7 @@ def lightning_trainer(case, resumes):
         devices="auto" if on_cpu() else world // hosts,
         num_nodes=hosts,
         max_epochs=2,
-        callbacks=[pl.callbacks.ModelCheckpoint(case.folder, filename="{step}", save_top_k=-1)],
+        callbacks=[pl.callbacks.ModelCheckpoint(case.folder, filename="{step}", save_top_k=-1), *callbacks],
         num_sanity_val_steps=0,
         logger=False,
         enable_progress_bar=False,

@@ -41,8 +41,8 @@ def collected_within_a_mode(case, is_destroyed):
     return mode.functions
 
 
-@pytest.mark.parametrize("is_destroyed", [True, False])
-def test_an_engine_that_is_collected_while_another_one_compiles(ranks, is_destroyed):
+@pytest.mark.parametrize("is_destroyed, offloaded", [(True, False), (False, False), (True, True)])
+def test_an_engine_that_is_collected_while_another_one_compiles(ranks, is_destroyed, offloaded):
     """Fake tensors' mode would raise errors that print the optimizer's states, which takes minutes."""
-    for asked in ranks(1).run(collected_within_a_mode, Case(adam=True, stage=2), is_destroyed):
+    for asked in ranks(1).run(collected_within_a_mode, Case(adam=True, stage=2, offloaded=offloaded), is_destroyed):
         assert asked == []
