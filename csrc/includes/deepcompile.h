@@ -37,11 +37,12 @@ pieces, each of which lies in one partition.
                         `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.
   6. Released.          For each group, PartitionGradient in step/partition_gradient.py calls PartitionViews.take(),
                         which calls Reducer::release(group). Then the step goes through the groups one after the
-                        other. PartitionGradient gives the optimizer the gradients range by range, scaled and in the dtype of the master
-                        weights, and drops a target when its last element has been taken. A flat partition is itself
-                        the gradient of the master weights, without a copy. A partition that must not be cut is one
-                        range: WholeStep in step/own_step.py frees its gradient at `master.grad = None`. At
-                        the end of the step, also of one that overflowed or raised, BackwardLife.release() calls
+                        other. PartitionGradient gives the optimizer the gradients range by range, scaled and in
+                        the dtype of the master weights, and drops a target when its last element has been taken. A
+                        flat partition is itself the gradient of the master weights, without a copy. A partition
+                        that must not be cut is one range: WholeStep in step/own_step.py frees its gradient at
+                        `master.grad = None`. At the end of the step, also of one that overflowed or raised,
+                        BackwardLife.release() calls
                         Reducer::release() without a group, which frees the rest. From then on the reducer holds
                         no gradient memory.
 

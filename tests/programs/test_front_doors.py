@@ -9,6 +9,7 @@ nothing about DeepCompile but its line in the configuration. It trains, evaluate
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 from typing import NamedTuple
@@ -678,13 +679,13 @@ def read_by_grpo(case):
     with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
         outcome = grpo(case, False, settings=following)
         (reference,) = outcome.others
-        found = {name: each.detach().clone() for name, each in reference.module.named_parameters()}
+        found = {f"reference: {name}": each.detach().clone() for name, each in reference.module.named_parameters()}
         for engine in (outcome.engine, reference):
             engine.destroy()
     return found, len(waited)
 
 
-def read_beside_plain(case, read=read_by_callbacks):
+def read_beside_plain(case, read):
     """Returns by name how far what callbacks read is from what they read without DeepCompile."""
     found, waited = read(case)
     off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
@@ -693,28 +694,23 @@ def read_beside_plain(case, read=read_by_callbacks):
     return {name: relative_error([each], [expected[name]]) for name, each in found.items()}, waited
 
 
+# Who reads, and the names of what is read.
+READERS = {
+    "DPOTrainer": (read_by_callbacks, {"reference", "average", "model.safetensors"}),
+    "GRPOTrainer": (read_by_grpo, {"reference"}),
+}
+
+
 @pytest.mark.slow
-@vary("shards", ["", "all"])
-def test_callbacks_read_what_was_stepped(ranks, tmp_path, shards):
+@vary("door, shards", itertools.product(READERS, ["", "all"]))
+def test_callbacks_read_what_was_stepped(ranks, tmp_path, door, shards):
     """A callback would read what was there before the step on a rank that waits for another one, or nothing."""
-    for package in packages("DPOTrainer"):
+    for package in packages(door):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    case = Case("DPOTrainer", str(tmp_path), shards=shards)
-    for errors, waited in ranks(2).run(read_beside_plain, case):
-        assert {name.split(":")[0] for name in errors} == {"reference", "average", "model.safetensors"}
+    read, names = READERS[door]
+    for errors, waited in ranks(2).run(read_beside_plain, Case(door, str(tmp_path), shards=shards), read):
+        assert {name.split(":")[0] for name in errors} == names
         assert max(errors.values()) < BOUND, errors
-        assert shards or waited
-
-
-@pytest.mark.slow
-@vary("shards", ["", "all"])
-def test_a_reference_follows_by_grpo(ranks, tmp_path, shards):
-    """The reference would follow what was there before a step, or sharded parameters have no values to follow."""
-    for package in packages("GRPOTrainer"):
-        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    case = Case("GRPOTrainer", str(tmp_path), shards=shards)
-    for errors, waited in ranks(2).run(read_beside_plain, case, read_by_grpo):
-        assert errors and max(errors.values()) < BOUND, errors
         assert shards or waited
 
 
