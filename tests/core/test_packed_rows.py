@@ -56,12 +56,12 @@ def off_and_on(attention, stage, backend):
     "world, attention, stage, backend",
     [
         (1, "sdpa", 2, "eager"),
-        *(
-            pytest.param(2, *case, marks=pytest.mark.slow)
-            for case in [("sdpa", 1, "inductor"), ("flex_attention", 2, "eager"), ("eager", 2, "eager")]
-        ),
+        (2, "sdpa", 1, "inductor"),
+        (2, "flex_attention", 2, "eager"),
+        (2, "eager", 2, "eager"),
     ],
 )
+@pytest.mark.slow
 def test_packed_rows(ranks, world, attention, stage, backend):
     """A graph that was compiled for the lengths of the first rows would let later rows attend to each other."""
     pytest.importorskip("transformers")

@@ -75,6 +75,7 @@ def copies_of_gradients():
     return len(bound), sum(child.name == "aten::to" for event in bound for child in event.cpu_children)
 
 
+@pytest.mark.slow
 def test_generated_code_gives_its_gradients_away(ranks):
     """Generated code would keep its gradients, so that each is copied when it is bound."""
     ((bound, copied),) = ranks(1).run(copies_of_gradients)

@@ -279,6 +279,7 @@ def own_model_off_and_on():
     return difference(train_own_model(True), train_own_model(False))
 
 
+@SLOW
 def test_attention_of_a_model_of_ones_own(ranks):
     """With torch before 2.13, what lies before the exchange would get gradients of zero."""
     assert max(ranks(2).run(own_model_off_and_on)) < 1e-5
