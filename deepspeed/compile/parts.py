@@ -3,7 +3,8 @@
 """The optional parts of the fork, each a folder on one of three shelves.
 
 - ``features/``: parts that change how an engine trains.
-- ``fixes/``: parts that mend DeepSpeed, transformers, peft or Liger. Each has the text of an upstream issue.
+- ``fixes/``: parts that mend DeepSpeed, transformers, peft or Liger. Each fix is a file with the text of an upstream
+  issue.
 - ``tools/``: parts that run without an engine, or beside one without changing it.
 
 The core imports none of them by name. To remove a part, delete its folder and its name here, and the parts that name
@@ -23,27 +24,18 @@ from typing import Any, Tuple
 # The parts in the order in which an engine makes and calls them: a part stands behind the parts that it needs.
 NAMES = (
     "features.configuration",
-    "fixes.timeouts",
-    "fixes.schedulers",
-    "fixes.subclasses",
-    "fixes.universal",
+    "fixes.base",
     "tools.memory_picture",
-    "fixes.dora",
-    "fixes.liger",
-    "fixes.exchanges",
     "features.activation_budget",
     "features.blocks",
-    "fixes.key_value_cache",
-    "tools.monitoring",
-    "tools.progress",
+    "fixes.model_code",
+    "tools.reports",
     "features.overlap_gather",
     # Parts that cut a graph in pieces come late, because the pieces replace the graph.
     "features.loss",
     "features.shard_parameters",
     "features.update",
     "features.muon",
-    "fixes.pinning",
-    "tools.report",
     "tools.fits",
 )
 

@@ -378,13 +378,13 @@ FAULTS = {
         "the first run of a reentrant checkpoint around a model that keeps a cache runs uncompiled",
         FEATURES + "blocks/compilation_limit.py",
         {"self.trains(args, kwargs) if around is None else around or": "self.trains(args, kwargs) or"},
-        ("fixes/key_value_cache/test_key_value_cache.py",),
+        ("fixes/model_code/test_key_value_cache.py",),
     ),
     "generation compiled": Fault(
         "generation in training mode is compiled for each length of the cache",
         FEATURES + "blocks/compilation_limit.py",
         {"self.in_training() and not _generates(args, kwargs)": "self.in_training()"},
-        ("fixes/key_value_cache/test_key_value_cache.py",),
+        ("fixes/model_code/test_key_value_cache.py",),
     ),
     "hook that ends a graph": Fault(
         "nobody says that a full backward hook of a head ends the graph around the blocks' caller",

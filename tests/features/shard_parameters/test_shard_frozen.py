@@ -24,8 +24,7 @@ from deepspeed.compile.features.shard_parameters import (
 )
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
-from deepspeed.compile.fixes.subclasses.calls import BROADCAST_LATER
-from deepspeed.compile.fixes.subclasses.tensors import plain_tensors
+from deepspeed.compile.fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
 from deepspeed.utils import logger
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Parts without which this one does not work.
-NEEDS = ("fixes.timeouts", "fixes.subclasses", "features.blocks", "features.overlap_gather")
+NEEDS = ("fixes.base", "features.blocks", "features.overlap_gather")
 
 
 def unsharded_parameters(

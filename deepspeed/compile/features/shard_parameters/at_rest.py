@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...fixes.subclasses.tensors import plain_tensors
+from ...fixes.base.subclasses import plain_tensors
 from ..overlap_gather.without_values import WITHOUT_VALUES
 from .private_torch import address_of, change_class, in_backward, without_torch_function
 

@@ -12,7 +12,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...fixes.subclasses.calls import BROADCAST_LATER
+from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info

@@ -10,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-from ...fixes.timeouts.timeouts import shorten_timeout
+from ...fixes.base.timeouts import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.registered import registered_parameters

@@ -18,7 +18,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...fixes.subclasses.calls import BROADCAST_LATER
+from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, Place
 from .partitions import OwnedShard

@@ -22,7 +22,7 @@ from typing import Callable, Dict, Iterable, Iterator, List, Set, Tuple
 import torch
 from torch.nn import Embedding, Module, Parameter
 
-from ...fixes.subclasses.tensors import plain_tensors
+from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside

@@ -11,7 +11,7 @@ from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
 
-from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
+from ...fixes.base.subclasses import is_dtensor, plain_tensors
 from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import log_notice

@@ -17,8 +17,7 @@ from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
 
-from ...fixes.subclasses.calls import BROADCAST_LATER
-from ...fixes.subclasses.tensors import plain_tensors
+from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.messages import warn
 from .partitions import TrainedPart, aligned
 from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage

@@ -1,0 +1,74 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ds_report`` says of the fork, run as a user runs it."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.tools.reports import ds_report
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
+
+from support.native import look_built
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def reported(folder, extensions):
+    """Returns name -> value of each line of the report, run in ``folder`` with this folder of native code."""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)}
+    command = [shutil.which("ds_report"), "--hide_operator_status"]
+    output = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"(?m)^([\w' ()/-]+?) \.{2,} (.*)$", output))
+
+
+@pytest.mark.program("deepspeed/compile/tools/reports", "deepspeed/ops/op_builder", "setup.py")
+@pytest.mark.skipif(not shutil.which("ds_report"), reason="the folder of ds_report is not in PATH")
+def test_the_report_describes_the_fork(tmp_path, monkeypatch):
+    lines = reported(tmp_path, extensions=tmp_path)
+    assert lines["fork"].startswith(f"{deepspeed.__version__}, DeepSpeed 0.19.8 with another DeepCompile")
+    assert lines["fork's native code (dc)"].startswith("not built; the first training builds it")
+    release = ".".join(torch.__version__.split(".")[:2])
+    tested = "one" if release in ds_report.TESTED_TORCH else "none"
+    assert lines["fork's torch"].endswith(f"; the installed {release} is {tested} of those")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    look_built()
+    device = get_accelerator().device_name()
+    assert reported(tmp_path, extensions=tmp_path)["fork's native code (dc)"] == f"built, for {device}"
+
+
+def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypatch):
+    """The report would call native code built that the next training compiles, because something else has changed."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    look_built()
+    assert DeepCompileBuilder().is_built()
+    monkeypatch.setenv("CXX", "another-compiler")
+    assert not DeepCompileBuilder().is_built()
+
+
+def test_what_a_build_lacks_is_named(tmp_path, monkeypatch):
+    """The report would promise that the first training builds the native code, on a machine that cannot."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert dict(ds_report.report())["fork's native code (dc)"].startswith(
+        "cannot be built; this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get install g++`"
+    )
+
+
+def test_a_torch_that_was_not_tested_is_named(monkeypatch):
+    """The report would take a torch for tested that only looks like one that is."""
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    assert dict(ds_report.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
+
+
+def test_the_releases_of_torch_are_those_of_the_documentation():
+    """A release would be added to the page or to the report alone."""
+    page = (ROOT / "docs" / "verification.md").read_text()
+    assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*ds_report.TESTED_TORCH}
