@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
-from typing import Any, List, Union
+from typing import List, Union
 
 from pydantic import BaseModel, model_validator
 
-# Options of other parts that work on blocks. If one is set, blocks become graphs also where a model calls them itself.
-WORK_ON_BLOCKS = ("overlap_param_gather", "shard_parameters")
+# Marks the type of an option that works on blocks, in the part that has the option. If such an option is set, blocks
+# become graphs also where a model calls them itself.
+WORKS_ON_BLOCKS = "works on blocks"
 
 
-def set_for_blocks(options: Any) -> List[str]:
-    """Lists the options of ``WORK_ON_BLOCKS`` that the section ``compile`` sets."""
-    return [name for name in WORK_ON_BLOCKS if getattr(options, name, None)]
+def set_for_blocks(options: BaseModel) -> List[str]:
+    """Lists the options with the mark ``WORKS_ON_BLOCKS`` that the section ``compile`` sets."""
+    fields = type(options).model_fields.items()
+    return [name for name, field in fields if WORKS_ON_BLOCKS in field.metadata and getattr(options, name)]
 
 
 class Options(BaseModel):

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of this part."""
 
-from typing import Any, Literal, Optional, Union
+from typing import Annotated, Any, Literal, Optional, Union
 
 from pydantic import BaseModel, field_validator, model_validator
 
+from ..blocks.options import WORKS_ON_BLOCKS
+
 
 class Options(BaseModel):
-    shard_parameters: Optional[Literal["frozen", "all"]] = None
+    shard_parameters: Annotated[Optional[Literal["frozen", "all"]], WORKS_ON_BLOCKS] = None
     """Which parameters of the blocks each rank keeps only a part of, and gets the rest just before a block uses them:
     the frozen ones, as for LoRA of a model that does not fit, or all. Trained ones, and an embedding and a head, then
     lie with their owners alone, as in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by
