@@ -29,7 +29,7 @@ else:
 
 
 class FormOfStates(_NextClass):
-    """The methods of the base's ZeRO-1/2 optimizer that save, load and link states."""
+    """The methods of the base's ZeRO-1/2 optimizer that save and load states."""
 
     _deepcompile: "EngineState"
 
@@ -39,10 +39,6 @@ class FormOfStates(_NextClass):
     def load_state_dict(self, *args, **kwargs) -> None:
         super().load_state_dict(*args, **kwargs)
         self._deepcompile.find(Update).states.adopt(self)
-
-    def _lazy_init_hp_params_optimizer_state(self) -> None:
-        super()._lazy_init_hp_params_optimizer_state()
-        self._deepcompile.find(Update).states.link(self)
 
 
 class Update(Feature):
@@ -84,6 +80,7 @@ class Update(Feature):
         with every_rank_raises("convert optimizer states", self._group):
             self.states.adopt(optimizer)
             # The links may lead to states in the form that they had.
+            optimizer._deepcompile.links.in_other_forms.append(self.states.link)
             optimizer._deepcompile.links.link_again(optimizer)
             if self._masters is not None:
                 use_remainders(optimizer, self._masters)

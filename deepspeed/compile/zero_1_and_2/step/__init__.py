@@ -2,5 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a step: norm, overflow, this rank's partitions, and the gather.
 
-The first rule that serves a partition steps it, range by range.
+The first rule that serves a partition steps it, range by range. With AdamW and no option set, that rule is
+``OnePassAdam`` in ``features/update/adam.py``, and ``OwnRanges`` in ``own_step.py``, which calls the optimizer's own
+``step()``, for the first step and for partitions of fewer than 2**24 elements.
 """

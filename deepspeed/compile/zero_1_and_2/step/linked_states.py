@@ -5,7 +5,7 @@
 DeepSpeed itself raises where a state cannot be cut, and keeps links to states that the optimizer has no longer.
 """
 
-from typing import Dict, Iterator, List, Tuple
+from typing import Callable, Dict, Iterator, List, Tuple
 
 import torch
 
@@ -21,9 +21,15 @@ def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
 
 
 class LinkedStates:
-    """Links parameters with states, and remembers which states were on the host before the others moved there."""
+    """Links parameters with states, and remembers which states were on the host before the others moved there.
+
+    Attributes:
+        in_other_forms: functions of parts that link states which the part keeps in a form of its own. They are called
+            after the states that can be cut are linked.
+    """
 
     def __init__(self) -> None:
+        self.in_other_forms: List[Callable[[DeepSpeedZeroOptimizer], None]] = []
         # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
         self._on_host: List[Tuple[Dict, str]] = []
 
@@ -34,10 +40,12 @@ class LinkedStates:
         transformed = optimizer._deepcompile.transformed
         masters = enumerate(optimizer.single_partition_of_fp32_groups)
         if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
-            optimizer._lazy_init_hp_params_optimizer_state()
+            self.link(optimizer)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Links parameters with the states that can be cut. States in 8 bits, for example, may be in larger blocks."""
+        """Links parameters with states, unless they are linked. States that cannot be cut stay without links."""
+        if optimizer._hp_optimizer_states_linked:
+            return
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
             # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
@@ -47,6 +55,8 @@ class LinkedStates:
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}
             lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
         optimizer._hp_optimizer_states_linked = True
+        for link in self.in_other_forms:
+            link(optimizer)
 
     def drop_links(self, optimizer: DeepSpeedZeroOptimizer, are_on_host: bool) -> None:
         """Called before states move to the host. ``are_on_host``: whether they are there already.

@@ -68,13 +68,10 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self._deepcompile.refuse()
         step.run(self)
         if not self.overflow:
-            self._lazy_init_hp_params_optimizer_state()
+            self._deepcompile.links.link(self)
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        if not self._hp_optimizer_states_linked:
-            self._deepcompile.links.link(self)
-            # Parts link the states that they keep in forms of their own. The base links nothing more.
-            super()._lazy_init_hp_params_optimizer_state()
+        """Does nothing when the base has stepped one group: the states of all groups are linked after the step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()

@@ -124,16 +124,10 @@ class WholeStep:
         master.grad = gradient.scaled(first, limit)
         # Keep no reference to the gradient, which the optimizer may drop.
         gradient.drop()
-        scaler = optimizer.torch_autocast_gradscaler
         try:
-            # The base's _optimizer_step() would leave the other groups hidden if it raises, and link states of groups
-            # that are not stepped yet.
-            with with_groups(inner, [inner.param_groups[self._group]]):
-                if scaler:
-                    scaler.step(inner)
-                    scaler.update()
-                else:
-                    inner.step()
+            # If the base's method raises, it leaves the other groups hidden.
+            with with_groups(inner, inner.param_groups):
+                optimizer._optimizer_step(self._group)
         finally:
             master.grad = None
         optimizer._deepcompile.placement.new_parameters(optimizer, self._group).copy_(master.data)
