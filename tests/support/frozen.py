@@ -362,7 +362,7 @@ def late(delay):
 
     @shapes_no_graph
     def spoil(self):
-        # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
+        # Others' parts of parameters in an OwnedShard are from before the last step, but look like parameters.
         for part in (self.buffer, *_received(self)):
             part.fill_(255)
         give_back(self)

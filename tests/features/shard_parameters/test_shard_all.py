@@ -294,11 +294,11 @@ def compare_turning():
     model = model_of(of_block=TurningBlock, __init__=functools.partialmethod(Body.__init__, depth=3))
     with mock.patch.dict(MODELS, turning=model):
         module, engine = make("turning", SHARDED)
-        homes = sharded_blocks(engine).partitions.homes
+        shards = sharded_blocks(engine).partitions.shards
         engine.destroy()
         equal, _ = compare("turning", stage=2, steps=2)
     # Whether complex numbers begin between those of this rank's memory.
-    return equal, any(home.memory.storage_offset() % 8 for home in homes)
+    return equal, any(shard.memory.storage_offset() % 8 for shard in shards)
 
 
 def test_a_parameter_taken_for_complex_numbers(ranks):
@@ -1186,17 +1186,17 @@ def memory():
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
     held()
-    homes = sum(home.memory.untyped_storage().nbytes() for home in sharded.partitions.homes)
+    owned = sum(shard.memory.untyped_storage().nbytes() for shard in sharded.partitions.shards)
     outside = 0 if sharded.outside is None else sharded.outside.nbytes
     most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
     engine.destroy()
-    return whole, homes, outside, most, counts
+    return whole, owned, outside, most, counts
 
 
 def test_a_rank_holds_its_part_and_two_blocks(ranks):
     """A flat tensor, or a block that is not given back, would keep a whole copy on every rank."""
-    for whole, homes, outside, block, counts in ranks(2).run(memory):
-        assert homes < 0.65 * whole
-        assert counts[0] == counts[-1] == homes + outside
-        assert max(counts) <= homes + outside + 2 * block
+    for whole, owned, outside, block, counts in ranks(2).run(memory):
+        assert owned < 0.65 * whole
+        assert counts[0] == counts[-1] == owned + outside
+        assert max(counts) <= owned + outside + 2 * block
         assert len(counts) > 8

@@ -113,8 +113,8 @@ class _Cutting(DeepSpeedZeroOptimizer):
             Place(parameter, first, shape.numel()) for parameter, first, shape in zip(parameters, offsets, shapes)
         ]
         layout = Layout(places, world, rank, alignment // world)
-        home = OwnedShard(layout, dtype.itemsize)
-        self.own_partitions[group] = home.allocate(dtype, device)
+        shard = OwnedShard(layout, dtype.itemsize)
+        self.own_partitions[group] = shard.allocate(dtype, device)
         # What is read of a parameter before it is sharded is no number.
         flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(world * layout.partition_numel)
         for (parameter, first, numel), shape in zip(places, shapes, strict=True):
@@ -124,7 +124,7 @@ class _Cutting(DeepSpeedZeroOptimizer):
                 sent = torch.empty(numel, dtype=dtype, device=device)
             with collective(PURPOSE):
                 dist.broadcast(sent.view(torch.uint8), src=source, group=process_group)
-            home.write(first, sent)
+            shard.write(first, sent)
             # The host's memory, too, is given back parameter by parameter.
             parameter.data = flat[:1].expand(shape)
             if use_cpu_data:

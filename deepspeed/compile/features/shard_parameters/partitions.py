@@ -57,7 +57,7 @@ class OwnedShard:
             max([self.partition.stop, *(last for _, last in inside)]),
         )
         self.memory: Optional[torch.Tensor] = None
-        self._places: List[TensorSlot] = []  # in order
+        self._slots: List[TensorSlot] = []  # in order
 
     def has_any(self, first: int, last: int) -> bool:
         """Whether this rank owns any of the elements [first, last)."""
@@ -104,15 +104,15 @@ class OwnedShard:
         begin, end = self.span(first, last)
         return self.memory[begin:end]
 
-    def note(self, place: TensorSlot) -> None:
+    def note(self, slot: TensorSlot) -> None:
         """Notes where a parameter lies here."""
-        bisect.insort(self._places, place, key=begin_of)
+        bisect.insort(self._slots, slot, key=begin_of)
 
     def find(self, offset: int) -> Optional[TensorSlot]:
-        """Returns the place at an offset in bytes in the memory's storage, if one was noted."""
+        """Returns the slot at an offset in bytes in the memory's storage, if one was noted."""
         offset -= self.memory.storage_offset()
-        number = bisect.bisect(self._places, offset, key=begin_of) - 1
-        return None if number < 0 or offset >= self._places[number].end else self._places[number]
+        number = bisect.bisect(self._slots, offset, key=begin_of) - 1
+        return None if number < 0 or offset >= self._slots[number].end else self._slots[number]
 
 
 class Partitions:
@@ -122,21 +122,21 @@ class Partitions:
         optimizer: a ZeRO-1/2 optimizer. Only a weak reference is kept.
 
     Attributes:
-        homes: of each parameter group.
+        shards: of each parameter group.
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
         self._optimizer = weakref.ref(optimizer)
         self._own: List[torch.Tensor] = []
         groups = zip(layouts_of(optimizer), optimizer.bit16_groups_flat, strict=True)
-        self.homes = [OwnedShard(layout, flat.element_size()) for layout, flat in groups]
+        self.shards = [OwnedShard(layout, flat.element_size()) for layout, flat in groups]
 
     def take_over(self) -> None:
         """Copies what lies here into tensors of their own."""
         optimizer = self._optimizer()
-        self._own = [home.take_over(optimizer, group) for group, home in enumerate(self.homes)]
-        for home in self.homes:
-            note_storage(home.memory.untyped_storage(), home)
+        self._own = [shard.take_over(optimizer, group) for group, shard in enumerate(self.shards)]
+        for shard in self.shards:
+            note_storage(shard.memory.untyped_storage(), shard)
 
     def give_up_flat(self) -> None:
         """Gives back the memory of the flat tensors, when no parameter lies there."""
@@ -164,7 +164,7 @@ class _Message(NamedTuple):
     owner: int
     first: int
     last: int
-    begin: Optional[int]  # in the unit's memory, in bytes, unless they lie at home
+    begin: Optional[int]  # in the unit's memory, in bytes, unless they lie in an OwnedShard
 
 
 class TrainedPart:
@@ -177,7 +177,7 @@ class TrainedPart:
         begin: where these may lie in the unit's memory, in bytes.
 
     Attributes:
-        places: of the parameters.
+        slots: of the parameters.
         end: where they end in the unit's memory, in bytes.
     """
 
@@ -188,46 +188,46 @@ class TrainedPart:
         parameters: Dict[str, Parameter],
         begin: int,
     ):
-        self._homes = partitions.homes
+        self._shards = partitions.shards
         layouts = layouts_of(optimizer)
         self.end = begin
         self._messages: List[_Message] = []
         before = None
         for group, first, last, owner in runs(layouts, [*parameters.values()], parts_alone=True):
-            home, place = self._homes[group], None
+            shard, place = self._shards[group], None
             # If this rank owns a part of a parameter, the other owners' parts of it lie there too.
-            if not (home.extent.start <= first and last <= home.extent.stop):
+            if not (shard.extent.start <= first and last <= shard.extent.stop):
                 if before is not None and before.begin is not None and (before.group, before.last) == (group, first):
                     # Perhaps another part of one parameter.
                     place = self.end
                 else:
-                    place = aligned(self.end) + first * home.size % ALIGN_BYTES
-                self.end = place + (last - first) * home.size
+                    place = aligned(self.end) + first * shard.size % ALIGN_BYTES
+                self.end = place + (last - first) * shard.size
             before = _Message(group, owner, first, last, place)
             self._messages.append(before)
-        self.places = [*self._places(layouts, {id(parameter): name for name, parameter in parameters.items()})]
+        self.slots = [*self._slots(layouts, {id(parameter): name for name, parameter in parameters.items()})]
 
-    def _places(self, layouts, names) -> Iterator[TensorSlot]:
-        for group, (home, layout) in enumerate(zip(self._homes, layouts, strict=True)):
+    def _slots(self, layouts, names) -> Iterator[TensorSlot]:
+        for group, (shard, layout) in enumerate(zip(self._shards, layouts, strict=True)):
             for parameter, first, numel in layout.places:
                 name = names.get(id(parameter))
                 if name is None:
                     continue
                 last = first + numel
-                if home.has_any(first, last):
-                    yield TensorSlot(name, parameter, *home.span(first, last), home, is_trained=True)
+                if shard.has_any(first, last):
+                    yield TensorSlot(name, parameter, *shard.span(first, last), shard, is_trained=True)
                 else:
                     message = next(sent for sent in self._messages if sent.group == group and first < sent.last)
                     # Nothing of it lies here always.
                     assert message.begin is not None
-                    begin = message.begin + (first - message.first) * home.size
-                    yield TensorSlot(name, parameter, begin, begin + (last - first) * home.size, is_trained=True)
+                    begin = message.begin + (first - message.first) * shard.size
+                    yield TensorSlot(name, parameter, begin, begin + (last - first) * shard.size, is_trained=True)
 
     def messages(self, memory: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
         """Yields (owner, bytes) of each message. ``memory`` is the unit's."""
         for group, owner, first, last, begin in self._messages:
-            home = self._homes[group]
+            shard = self._shards[group]
             if begin is None:
-                yield owner, home.bytes_of(first, last)
+                yield owner, shard.bytes_of(first, last)
             else:
-                yield owner, memory[begin : begin + (last - first) * home.size]
+                yield owner, memory[begin : begin + (last - first) * shard.size]

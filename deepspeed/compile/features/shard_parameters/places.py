@@ -11,12 +11,12 @@ import torch
 
 from .private_torch import address_of
 
-# Address of a storage -> what finds the place at an offset there: the memory of a unit, or the home of a partition.
+# Address of a storage -> what finds the slot at an offset there: a UnitMemory or an OwnedShard.
 KNOWN_STORAGES: Dict[int, "weakref.ref[Any]"] = {}
 
 
 def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
-    """Enters what finds places in a storage into ``KNOWN_STORAGES``, as long as that object lives."""
+    """Enters what finds slots in a storage into ``KNOWN_STORAGES``, as long as that object lives."""
     address = address_of(storage)
     reference = KNOWN_STORAGES[address] = weakref.ref(knows)
     weakref.finalize(knows, _forget, address, reference).atexit = False
@@ -34,11 +34,11 @@ class TensorSlot:
 
     name: str  # of the parameter
     tensor: torch.Tensor
-    begin: int  # in bytes, in the unit's buffer, or in `home`
+    begin: int  # in bytes, in the unit's buffer, or in `shard`
     end: int
-    home: Any = None  # the OwnedShard, if this rank owns some elements of the parameter
+    shard: Any = None  # the OwnedShard, if this rank owns some elements of the parameter
     is_trained: bool = False
-    unit: Any = None  # a weak reference to the Unit, which has the place
+    unit: Any = None  # a weak reference to the Unit, which has the slot
     version: int = 0  # when the unit was gathered; torch counts changes in place
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class TensorSlot:
 
     def around(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the memory that contains the tensor, 1-D and of bytes."""
-        return buffer if self.home is None else self.home.memory
+        return buffer if self.shard is None else self.shard.memory
 
 
 begin_of = operator.attrgetter("begin")

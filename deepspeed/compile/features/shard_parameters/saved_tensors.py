@@ -34,7 +34,7 @@ class _Handle(NamedTuple):
         unit: the unit.
         schedule: the pass in which the tensor was saved, if any.
         dtype, size, stride, offset: of the tensor.
-        place, version: of the parameter, and the parameter's version when the tensor was saved; None: not compared.
+        slot, version: of the parameter, and the parameter's version when the tensor was saved; None: not compared.
     """
 
     unit: Unit
@@ -43,15 +43,15 @@ class _Handle(NamedTuple):
     size: torch.Size
     stride: Tuple[int, ...]
     offset: int
-    place: TensorSlot
+    slot: TensorSlot
     version: Optional[int]
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather_for_backward(self.schedule)
-        if self.version is not None and version_of(self.place.tensor) != self.version:
-            name = f"parameter {self.place.name}"
-            raise RuntimeError(MODIFIED.format(name, version_of(self.place.tensor), self.version))
-        memory = self.place.around(self.unit.memory.buffer)
+        if self.version is not None and version_of(self.slot.tensor) != self.version:
+            name = f"parameter {self.slot.name}"
+            raise RuntimeError(MODIFIED.format(name, version_of(self.slot.tensor), self.version))
+        memory = self.slot.around(self.unit.memory.buffer)
         # Not a view of the memory, which has to begin and end at elements of the dtype: a caller may have made complex
         # numbers of a parameter.
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
@@ -86,13 +86,13 @@ def _stand_in(tensor, compares=True):
     if memory is None or tensor.is_conj() or tensor.is_neg():
         return None
     offset = tensor.storage_offset()
-    place = memory.find(offset * tensor.element_size())
-    unit = None if place is None else place.unit()
+    slot = memory.find(offset * tensor.element_size())
+    unit = None if slot is None else slot.unit()
     if unit is None or unit.owner is None:
         return None
     schedule = unit.owner.passes.pass_that_saves(unit)
-    version = version_of(place.tensor) if compares else None
-    return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
+    version = version_of(slot.tensor) if compares else None
+    return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, slot, version)
 
 
 def _wrapper(tensor, compares):

@@ -49,8 +49,8 @@ class Unit:
         self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int, name: str
     ):
         self.memory, self._group, self._device = memory, process_group, device
-        for place in memory.places():
-            place.unit = weakref.ref(self)
+        for slot in memory.slots():
+            slot.unit = weakref.ref(self)
         self.comparison = Comparison(number, name, process_group, device)
         self._target: Any = None  # of a gather
         self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for

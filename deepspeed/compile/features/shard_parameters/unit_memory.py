@@ -61,21 +61,21 @@ class UnitMemory:
     ):
         self._parameters = {**frozen, **trained}
         self._rank, self._device, self.is_shared = rank, device, world > 1
-        # Name of a parameter -> the places of its tensors: of a subclass, those of the plain tensors inside.
-        self._places: Dict[str, List[TensorSlot]] = {}
+        # Name of a parameter -> the slots of its tensors: of a subclass, those of the plain tensors inside.
+        self._slots: Dict[str, List[TensorSlot]] = {}
         nbytes = 0
         for name, parameter in frozen.items():
-            self._places[name] = []
+            self._slots[name] = []
             for tensor in plain_tensors([parameter]):
-                self._places[name].append(TensorSlot(name, tensor, nbytes, nbytes + tensor.nbytes))
+                self._slots[name].append(TensorSlot(name, tensor, nbytes, nbytes + tensor.nbytes))
                 nbytes += aligned(tensor.nbytes)
         self._share_bytes = aligned(-(-nbytes // world))
         self.frozen_bytes = self.nbytes = world * self._share_bytes
         self.trained_part = make_trained(trained, self.nbytes) if trained and make_trained else None
         if self.trained_part:
-            self._places.update({place.name: [place] for place in self.trained_part.places})
+            self._slots.update({slot.name: [slot] for slot in self.trained_part.slots})
             self.nbytes = aligned(self.trained_part.end)
-        in_buffer = (place for place in self.places() if place.home is None)
+        in_buffer = (slot for slot in self.slots() if slot.shard is None)
         self._in_buffer = sorted(in_buffer, key=begin_of)
         self.share: Any = None
         self.buffer: Any = None
@@ -90,7 +90,7 @@ class UnitMemory:
 
     def parameters(self) -> Iterator[Tuple[str, Parameter]]:
         """Yields the name and the parameter of those that have not left the unit."""
-        return ((name, self._parameters[name]) for name in self._places)
+        return ((name, self._parameters[name]) for name in self._slots)
 
     def parameter(self, name: str) -> Parameter:
         """Returns a parameter, also one that has left the unit."""
@@ -98,14 +98,14 @@ class UnitMemory:
 
     def trains(self, name: str) -> bool:
         """Whether the optimizer has a parameter."""
-        return any(place.is_trained for place in self._places.get(name, ()))
+        return any(slot.is_trained for slot in self._slots.get(name, ()))
 
-    def places(self) -> Iterator[TensorSlot]:
-        """Yields the places of the tensors of all parameters."""
-        return itertools.chain.from_iterable(self._places.values())
+    def slots(self) -> Iterator[TensorSlot]:
+        """Yields the slots of the tensors of all parameters."""
+        return itertools.chain.from_iterable(self._slots.values())
 
     def find(self, offset: int) -> TensorSlot:
-        """Returns the place at an offset in bytes in the buffer."""
+        """Returns the slot at an offset in bytes in the buffer."""
         return self._in_buffer[bisect.bisect(self._in_buffer, offset, key=begin_of) - 1]
 
     # The buffer ----------------------------------------------------------------------------------------------------
@@ -123,13 +123,13 @@ class UnitMemory:
             return False
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
         self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
-        for place in self.places():
-            if place.home is not None:
-                place.home.note(place)
-            if place.is_trained and place.name in from_host:
-                place.tensor.data = place.memory_in(self.buffer)
+        for slot in self.slots():
+            if slot.shard is not None:
+                slot.shard.note(slot)
+            if slot.is_trained and slot.name in from_host:
+                slot.tensor.data = slot.memory_in(self.buffer)
             else:
-                place.move_into(self.buffer)
+                slot.move_into(self.buffer)
         return any(not self.trains(name) for name in from_host)
 
     def _set_buffer(self, buffer):
@@ -168,7 +168,7 @@ class UnitMemory:
     def others_have_views(self) -> bool:
         """Whether anyone else has views of the buffer's memory, or gathers into it."""
         # The buffer, parameters, and what stands for these have the buffer's storage too.
-        ours = 1 + sum(place.home is None for place in self.places()) + len(self._aliases)
+        ours = 1 + sum(slot.shard is None for slot in self.slots()) + len(self._aliases)
         storage = self.buffer.untyped_storage()
         return users_of(storage) > ours
 
@@ -180,9 +180,9 @@ class UnitMemory:
         # Torch does not resize a storage that a NumPy array shares, so take another one.
         with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self.buffer))
-            for place in self.places():
-                if place.home is None:
-                    place.tensor.data = place.memory_in(self.buffer)
+            for slot in self.slots():
+                if slot.shard is None:
+                    slot.tensor.data = slot.memory_in(self.buffer)
         self._aliases.clear()
         self.buffer.untyped_storage().resize_(0)
 
@@ -201,13 +201,13 @@ class UnitMemory:
 
     def note_versions(self, of_frozen: bool = True) -> None:
         """Called when the unit is gathered, so that :meth:`are_changed` can tell later changes."""
-        for place in self.places():
-            if place.is_trained or of_frozen:
-                place.version = version_of(place.tensor)
+        for slot in self.slots():
+            if slot.is_trained or of_frozen:
+                slot.version = version_of(slot.tensor)
 
     def are_changed(self) -> bool:
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
-        return any(version_of(place.tensor) != place.version for place in self.places())
+        return any(version_of(slot.tensor) != slot.version for slot in self.slots())
 
     def keep_own_part(self) -> None:
         """Copies the values that the frozen parameters have in the buffer into ``share``."""
@@ -216,9 +216,9 @@ class UnitMemory:
 
     def take_trained_back(self) -> None:
         """Puts trained parameters that were given other memory back into the unit. Drops the values in that memory."""
-        for place in self.places():
-            if place.is_trained and not place.is_in(self.buffer):
-                place.tensor.data = place.memory_in(self.buffer)
+        for slot in self.slots():
+            if slot.is_trained and not slot.is_in(self.buffer):
+                slot.tensor.data = slot.memory_in(self.buffer)
 
     def take_back(self) -> bool:
         """Moves the values of parameters that were given other memory back, while the unit is gathered.
@@ -227,25 +227,25 @@ class UnitMemory:
         """
         if not self.is_shared:
             return False
-        for name, places in [*self._places.items()]:
-            if all(place.is_as_made for place in places):
+        for name, slots in [*self._slots.items()]:
+            if all(slot.is_as_made for slot in slots):
                 continue
-            if places[0].is_trained:
+            if slots[0].is_trained:
                 # The next step would bring it back.
                 warn(ANOTHER_KIND_OF_TRAINED.format(name))
-                places[0].tensor.data = places[0].memory_in(self.buffer)
+                slots[0].tensor.data = slots[0].memory_in(self.buffer)
             else:
                 warn(ANOTHER_KIND.format(name))
-                del self._places[name]
-        moved = [place for place in self.places() if not place.is_in(self.buffer)]
-        for place in moved:
-            memory = place.memory_in(self.buffer)
-            if memory.device == place.tensor.device and torch.equal(memory, place.tensor.detach()):
-                place.tensor.data = memory
+                del self._slots[name]
+        moved = [slot for slot in self.slots() if not slot.is_in(self.buffer)]
+        for slot in moved:
+            memory = slot.memory_in(self.buffer)
+            if memory.device == slot.tensor.device and torch.equal(memory, slot.tensor.detach()):
+                slot.tensor.data = memory
                 continue
-            place.move_into(self.buffer)
+            slot.move_into(self.buffer)
             # A backward that has saved the values before these would read the new ones: it must raise.
-            torch.autograd.graph.increment_version(place.tensor)
+            torch.autograd.graph.increment_version(slot.tensor)
         return bool(moved)
 
     def write(self, name: str, values: torch.Tensor) -> None:
@@ -254,26 +254,26 @@ class UnitMemory:
         Raises:
             ValueError: if the values are not made of tensors as the parameter is.
         """
-        places = self._places[name]
+        slots = self._slots[name]
         sources = list(plain_tensors([values]))
-        if len(sources) != len(places):
-            raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
-        for place, source in zip(places, sources, strict=True):
-            self._write(place, source)
+        if len(sources) != len(slots):
+            raise ValueError(f"parameter {name} is made of {len(slots)} tensors, and its new values are not")
+        for slot, source in zip(slots, sources, strict=True):
+            self._write(slot, source)
             with without_torch_function():
                 # A backward that has read the old values is wrong.
-                torch.autograd.graph.increment_version(place.tensor)
+                torch.autograd.graph.increment_version(slot.tensor)
 
-    def _write(self, place, source):
-        if self.is_lent or place.home is not None:
-            place.memory_in(self.buffer).copy_(source)
+    def _write(self, slot, source):
+        if self.is_lent or slot.shard is not None:
+            slot.memory_in(self.buffer).copy_(source)
             return
-        if place.is_trained:
+        if slot.is_trained:
             # Its owners write it.
             return
         begin = self._rank * self._share_bytes
-        first, last = max(place.begin, begin), min(place.end, begin + self._share_bytes)
+        first, last = max(slot.begin, begin), min(slot.end, begin + self._share_bytes)
         if first >= last:
             return
-        values = source.to(place.dtype).expand(place.shape).contiguous().view(-1).view(torch.uint8)
-        self.share[first - begin : last - begin].copy_(values[first - place.begin : last - place.begin])
+        values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
+        self.share[first - begin : last - begin].copy_(values[first - slot.begin : last - slot.begin])
