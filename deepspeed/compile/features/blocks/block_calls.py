@@ -41,9 +41,6 @@ class Call:
 
     A copied or pickled call becomes None, so the copy runs its own forward. A call is copied if the module's class has
     a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
-
-    Args:
-        module: the module.
     """
 
     def __init__(self, module: Module):
@@ -117,9 +114,7 @@ class ModuleCall(Call):
     """Calls an engine's module compiled, within the engine's ``CompilationLimit``.
 
     Args:
-        module: the module.
         compiled: the compiled function, which takes the inputs.
-        limit: the ``CompilationLimit`` of the engine.
     """
 
     def __init__(self, module: Module, compiled: Callable, limit: "CompilationLimit"):
@@ -145,10 +140,6 @@ class BlockParentCall(Call):
 
     If the compiler traced the module, it would trace into each block again. Also, some models ask whether they are
     traced, and then give attention a mask in memory instead of a causal flag.
-
-    Args:
-        module: the module.
-        limit: the ``CompilationLimit`` of the engine.
     """
 
     def __init__(self, module: Module, limit: "CompilationLimit"):
@@ -176,10 +167,8 @@ class BlockCall(Call):
     """Calls a block: its forward compiled, its hooks uncompiled.
 
     Args:
-        block: the block.
         compiled: takes a class of blocks and returns the class's compiled forward. Given a function too, returns that
             function compiled. The result takes the block and the inputs.
-        limit: the ``CompilationLimit`` of the engine.
     """
 
     def __init__(self, block: Module, compiled: Callable[..., Callable], limit: "CompilationLimit"):

@@ -25,11 +25,9 @@ def choose_blocks(
     """Decides which blocks become graphs of their own.
 
     Args:
-        module: the model.
         wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat, if their parameters
             are alike, torch can compile the blocks, a module inside the model calls the blocks, and the blocks hold
             most of that module's parameters. The code around that module, usually head and loss, is compiled too.
-        compile_kwargs: further arguments of ``torch.compile``.
         needed: whether another option works on blocks. None then chooses all blocks that repeat, as True does.
 
     Returns:
@@ -90,7 +88,6 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
     """Lists the blocks of a model, outermost only, each once, in the model's order.
 
     Args:
-        module: the model.
         wanted: the names of the blocks' classes, or True for blocks that repeat: modules with submodules and
             parameters in a ``ModuleList`` or a ``Sequential`` that holds several of one class.
 

@@ -58,7 +58,6 @@ class CompilationLimit:
     """Decides whether an engine's module, or one of its blocks, runs compiled.
 
     Args:
-        module: the engine's module.
         limit: the most compilations of one frame with gradients, and as many again without them.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
 

@@ -32,11 +32,6 @@ def compile_blocks(
     stay outside the graphs.
 
     Args:
-        module: the model.
-        blocks: the blocks from :func:`choose_blocks`.
-        backend: the :class:`Backend` of the engine.
-        compile_kwargs: further arguments of ``torch.compile``.
-        limit: the ``CompilationLimit`` of ``backend``.
         undo: gets the functions that remove each :class:`Call`.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
@@ -94,12 +89,7 @@ def compile_module(
 
 
 class _CompiledForwards:
-    """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had.
-
-    Args:
-        backend: the :class:`Backend` of the engine.
-        compile_kwargs: further arguments of ``torch.compile``.
-    """
+    """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had."""
 
     def __init__(self, backend: Callable, compile_kwargs: Dict[str, Any]):
         self._backend = backend

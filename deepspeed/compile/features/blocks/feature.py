@@ -41,11 +41,7 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
 
 
 class Blocks(Feature):
-    """The blocks of one engine, each with its call. Without blocks, the module is compiled as a whole.
-
-    Attributes:
-        blocks: the modules that have graphs of their own.
-    """
+    """The blocks of one engine, each with its call. Without blocks, the module is compiled as a whole."""
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:

@@ -30,21 +30,15 @@ ALIGNED_ROWS = 128
 
 
 class LossOfLogits(NamedTuple):
-    """How a model's loss depends on the output ``made`` of its head.
+    """How a model's loss depends on the output ``made`` of its head."""
 
-    Attributes:
-        ignore_index: the target of tokens that do not count.
-        mean: whether the loss is the mean over the tokens that count, instead of their sum.
-        dtype: the dtype of the loss.
-        kept: the indices by which the model drops tokens before the loss, one after the other. Each is a tuple of
-            slices and ``...`` that keeps the last dimension, the vocabulary.
-        scale, cap: the logits are ``scale * made``, or with a cap ``cap * tanh(scale * made)``.
-    """
-
-    ignore_index: int
-    mean: bool
+    ignore_index: int  # the target of tokens that do not count
+    mean: bool  # whether the loss is the mean over the tokens that count, instead of their sum
     dtype: torch.dtype
+    # The indices by which the model drops tokens before the loss, one after the other. Each is a tuple of slices and
+    # ``...`` that keeps the last dimension, the vocabulary.
     kept: Sequence[Tuple] = ()
+    # scale, cap: the logits are ``scale * made``, or with a cap ``cap * tanh(scale * made)``.
     scale: float = 1.0
     cap: Optional[float] = None
 
@@ -56,7 +50,6 @@ class ChunkedLoss:
         loss: how the loss depends on the logits.
         reduced: for the head's weight and its bias, whether the backward reduces the gradient itself. Otherwise
             autograd gets the gradient.
-        numbers: the numbers of the registered parameters.
         compile_part: compiles a function of tensors.
     """
 

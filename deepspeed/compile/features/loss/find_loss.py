@@ -43,37 +43,23 @@ class Unfit(Exception):
 
 
 class Found(NamedTuple):
-    """A head and its loss.
+    """A head and its loss."""
 
-    Attributes:
-        head: the node of the linear layer.
-        hidden, weight, bias: the head's inputs. Without a bias, None.
-        scaling: the nodes that scale and cap the head's output, the last one first.
-        logits: the last node of ``scaling``, or the head without any.
-        cross_entropy: the node that makes the loss.
-        target: the cross-entropy's targets.
-        loss: how the loss depends on the logits.
-        between: the nodes that lead from the logits to the loss, the last one first.
-    """
-
-    head: Node
+    head: Node  # the node of the linear layer
+    # hidden, weight, bias: the head's inputs. Without a bias, None.
     hidden: Node
     weight: Node
     bias: Optional[Node]
-    scaling: Sequence[Node]
-    logits: Node
-    cross_entropy: Node
-    target: Node
-    loss: LossOfLogits
-    between: Sequence[Node]
+    scaling: Sequence[Node]  # the nodes that scale and cap the head's output, the last one first
+    logits: Node  # the last node of ``scaling``, or the head without any
+    cross_entropy: Node  # the node that makes the loss
+    target: Node  # the cross-entropy's targets
+    loss: LossOfLogits  # how the loss depends on the logits
+    between: Sequence[Node]  # the nodes that lead from the logits to the loss, the last one first
 
 
 class ChunkedLosses:
-    """Makes an engine's graphs compute their losses in chunks.
-
-    Args:
-        wanted: the option ``compile.chunked_loss``.
-    """
+    """Makes an engine's graphs compute their losses in chunks."""
 
     def __init__(self, wanted: Optional[bool]):
         self._wanted = wanted
@@ -90,8 +76,6 @@ class ChunkedLosses:
 
         Args:
             gm: a graph for training, as Dynamo traced it. It is not changed.
-            example_inputs: the graph's inputs.
-            numbers: the numbers of the registered parameters.
             compile_part: compiles a function of tensors.
 
         Returns:

@@ -108,7 +108,6 @@ class Orthogonalizer:
     """Computes the updates of one engine's matrices. The public members are those of ``Transform`` in ``feature.py``.
 
     Args:
-        matrices: the matrices from :func:`matrices_of`.
         batch_numel: elements of matrices to orthogonalize together. A larger matrix is orthogonalized by itself.
     """
 

@@ -66,7 +66,6 @@ def unsupported_forms(
     Args:
         option: as for :class:`RefuseOwnStep`.
         problem_with: :func:`problem_with`, or a function that finds more problems.
-        request: the user's request.
         kept: the tensors of this form, for example "states".
     """
     engine, asked, name = request.engine, f"compile.{option}", f"compile.{option.partition('=')[0]}"

@@ -67,7 +67,6 @@ def zeros(offset: int, like: torch.Tensor) -> Dict[str, torch.Tensor]:
 
     Args:
         offset: offset of the partition in the group's flat tensor, in elements.
-        like: the master weights of the partition.
     """
     blocks, states = count_of_blocks(offset, like.numel()), {}
     for state, signed in SIGNED.items():

@@ -45,7 +45,6 @@ class Update(Feature):
     """Every engine has this part. Without options, loaded 8-bit states become fp32 states.
 
     Attributes:
-        states: the states of Adam.
         in_one_pass: whether a rule for Adam goes before the optimizer itself, which takes several passes over memory.
     """
 

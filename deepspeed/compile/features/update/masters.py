@@ -57,7 +57,6 @@ class Masters:
     """The master weights of this rank's partitions.
 
     Args:
-        optimizer: a ZeRO-1/2 optimizer.
         gather: sends the stepped parameters.
 
     Attributes:

@@ -28,7 +28,6 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack, in_training:
     training mode, and gradients are enabled.
 
     Args:
-        module: the engine's module.
         in_training: ``CompilationLimit.in_training()``, which also decides what runs compiled.
     """
     models = [model for model in _outermost(module) if _has_switch(model)]

@@ -30,32 +30,21 @@ from .liveness import bytes_of
 
 
 class Moment(NamedTuple):
-    """A part of a step. Bytes that the model's code and graphs hold, without parameters and gradients.
+    """A part of a step. Bytes that the model's code and graphs hold, without parameters and gradients."""
 
-    Attributes:
-        most: the most bytes within the moment.
-        after: bytes at its end.
-        gradient: the name of the parameter whose gradient is complete at its end, or None.
-        block: the number of the block that runs in the moment, or None.
-    """
-
-    most: int
-    after: int
-    gradient: Optional[str] = None
-    block: Optional[int] = None
+    most: int  # the most bytes within the moment
+    after: int  # bytes at its end
+    gradient: Optional[str] = None  # the name of the parameter whose gradient is complete at its end, or None
+    block: Optional[int] = None  # the number of the block that runs in the moment, or None
 
 
 class Activations(NamedTuple):
-    """The memory of a micro-batch.
+    """The memory of a micro-batch."""
 
-    Attributes:
-        forward, backward: their moments.
-        inputs: bytes of the batch.
-    """
-
+    # forward, backward: their moments.
     forward: List[Moment]
     backward: List[Moment]
-    inputs: int
+    inputs: int  # bytes of the batch
 
 
 # Stands for a tensor among the results of a block.
@@ -171,13 +160,7 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 class Run:
-    """Runs a model whose parameters are fake tensors.
-
-    Args:
-        model: the model.
-        blocks: the modules that have graphs of their own.
-        say: a function that gets a sentence about each step of the work.
-    """
+    """Runs a model whose parameters are fake tensors."""
 
     def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None]):
         self._model, self.blocks, self._say = model, blocks, say
@@ -198,11 +181,7 @@ class Run:
         """Runs a forward and a backward on a batch.
 
         Args:
-            batch: the arguments of the model.
-            loss_of: returns the loss of the model's results.
             checkpoint: whether each block is computed again in the backward.
-            budget: ``compile.activation_memory_budget``.
-            chunked_loss: ``compile.chunked_loss``.
             own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
         """
         self._budget = budget

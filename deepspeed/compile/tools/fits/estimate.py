@@ -47,52 +47,35 @@ MOST_GPUS = 256
 
 
 class Row(NamedTuple):
-    """The memory of a mode on the rank that needs the most, in bytes.
-
-    Attributes:
-        mode: the mode.
-        lines: the lines to write for the mode.
-        at_rest: bytes between two steps.
-        forward, backward, step: the peaks of the phases; None if the model could not be traced.
-        peak, phase: the highest peak, and its phase.
-        rank: the rank with the highest peak.
-        parts: the parts of the peak: name -> bytes.
-    """
+    """The memory of a mode on the rank that needs the most, in bytes."""
 
     mode: Mode
     lines: List[str]
-    at_rest: int
+    at_rest: int  # bytes between two steps
+    # forward, backward, step: the peaks of the phases; None if the model could not be traced.
     forward: Optional[int]
     backward: Optional[int]
     step: int
+    # peak, phase: the highest peak, and its phase.
     peak: int
     phase: str
-    rank: int
-    parts: Dict[str, int]
+    rank: int  # the rank with the highest peak
+    parts: Dict[str, int]  # the parts of the peak: name -> bytes
 
 
 class Answer(NamedTuple):
-    """Whether a model fits.
+    """Whether a model fits."""
 
-    Attributes:
-        model: the model's class.
-        elements, trained: elements of all parameters, and of the trained parameters.
-        question: the completed question.
-        rows: the rows of the modes: the configuration's first, then by pace, then by peak.
-        first: the row of the configuration, or of the first mode.
-        notes: sentences that say what could not be estimated, and why.
-        has_config: whether the question has a configuration.
-        enough: where no mode fits, a number of GPUs on which one does, and its row. None if ``MOST_GPUS`` are too few.
-    """
-
-    model: str
+    model: str  # the model's class
+    # elements, trained: elements of all parameters, and of the trained parameters.
     elements: int
     trained: int
     question: Question
-    rows: List[Row]
-    first: Row
-    notes: List[str]
-    has_config: bool
+    rows: List[Row]  # the rows of the modes: the configuration's first, then by pace, then by peak
+    first: Row  # the row of the configuration, or of the first mode
+    notes: List[str]  # sentences that say what could not be estimated, and why
+    has_config: bool  # whether the question has a configuration
+    # Where no mode fits, a number of GPUs on which one does, and its row. None if ``MOST_GPUS`` are too few.
     enough: Optional[Tuple[int, Row]] = None
 
     @property
@@ -132,7 +115,6 @@ class Subject:
     Args:
         make_model: makes the model.
         question: the user's question. Its dtype is not None.
-        say: a function that gets a sentence about each step of the work.
 
     Attributes:
         blocks: the blocks that have graphs of their own.

@@ -17,20 +17,14 @@ _FP32, _STATES = 4, 12  # bytes of an element: of a gradient, and of a master we
 
 
 class Unit(NamedTuple):
-    """Parameters that FSDP2 gathers together.
+    """Parameters that FSDP2 gathers together."""
 
-    Attributes:
-        trained: names of the trained parameters.
-        elements: elements of all parameters.
-        frozen, sharded: a rank's share of those that are frozen, and of those that are trained.
-        is_root: whether the unit is unsharded from the forward to the end of the backward.
-    """
-
-    trained: Sequence[str]
-    elements: int
+    trained: Sequence[str]  # names of the trained parameters
+    elements: int  # elements of all parameters
+    # frozen, sharded: a rank's share of those that are frozen, and of those that are trained.
     frozen: int
     sharded: int
-    is_root: bool = False
+    is_root: bool = False  # whether the unit is unsharded from the forward to the end of the backward
 
 
 def share_of(shape: Sequence[int], ranks: int) -> int:

@@ -47,17 +47,11 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
 
 
 class Sent(NamedTuple):
-    """The gradients that a rank holds, in bytes.
+    """The gradients that a rank holds, in bytes."""
 
-    Attributes:
-        before: before the backward at the boundary: of earlier micro-batches.
-        arrived: after each gradient of that backward.
-        bound: after the backward, and in the step.
-    """
-
-    before: int
-    arrived: List[int]
-    bound: int
+    before: int  # before the backward at the boundary: of earlier micro-batches
+    arrived: List[int]  # after each gradient of that backward
+    bound: int  # after the backward, and in the step
 
 
 def send(
@@ -77,9 +71,7 @@ def send(
         parameters: on the meta device, in the order of the flat tensor.
         arrivals: indices of parameters in the order in which their gradients arrive.
         ranks, rank: how many ranks share the parameters, and which of them this is.
-        stage: of ZeRO.
         accumulation: micro-batches in a step.
-        bucket: ``reduce_bucket_size``.
         overlap: whether buckets travel while the backward goes on.
         on_host: whether arrived gradients lie in host memory, which does not count.
 

@@ -25,17 +25,11 @@ _FP32 = 4
 
 
 class Form(NamedTuple):
-    """The form of a head and its loss in training.
+    """The form of a head and its loss in training."""
 
-    Attributes:
-        is_chunked: whether the loss is computed in chunks.
-        is_cut: whether the loss has a graph of its own.
-        unused: bytes of zeros that autograd passes for other results than the loss, if the graph is not cut.
-    """
-
-    is_chunked: bool = False
-    is_cut: bool = False
-    unused: int = 0
+    is_chunked: bool = False  # whether the loss is computed in chunks
+    is_cut: bool = False  # whether the loss has a graph of its own
+    unused: int = 0  # bytes of zeros that autograd passes for other results than the loss, if the graph is not cut
 
 
 class _Recorder(TorchFunctionMode):
@@ -105,9 +99,7 @@ def form_of(
 
     Args:
         call: the code around the blocks: takes parameters and other tensors, and returns the model's results.
-        loss_of: returns the loss of these results.
         parameters, tensors: fake tensors.
-        chunked_loss: ``compile.chunked_loss``.
     """
     # Copy the tensors: nodes of a graph refer to each other, and would keep the counted tensors until Python collects
     # garbage.

@@ -18,35 +18,21 @@ _VIEWS = set("view _unsafe_view reshape detach alias squeeze unsqueeze t unbind 
 
 
 class Saved(NamedTuple):
-    """A tensor that a forward graph keeps for its backward.
+    """A tensor that a forward graph keeps for its backward."""
 
-    Attributes:
-        value: a fake tensor like it.
-        input: the index of the graph's input whose memory it is, or None.
-        output: the index of the graph's output whose memory it is, or None.
-        memory: equal numbers have one memory.
-        bytes: of its memory, which the graph itself has made; 0 for that of an input or output.
-    """
-
-    value: Any
-    input: Optional[int]
-    output: Optional[int]
-    memory: int
-    bytes: int
+    value: Any  # a fake tensor like it
+    input: Optional[int]  # the index of the graph's input whose memory it is, or None
+    output: Optional[int]  # the index of the graph's output whose memory it is, or None
+    memory: int  # equal numbers have one memory
+    bytes: int  # of its memory, which the graph itself has made; 0 for that of an input or output
 
 
 class Moment(NamedTuple):
-    """A part of a graph's run.
+    """A part of a graph's run."""
 
-    Attributes:
-        most: the most bytes within it, beside those that were there before the graph ran.
-        after: the bytes at its end, less the gradient with which it ends.
-        gradient: the index of the graph's result that is complete at its end, or None.
-    """
-
-    most: int
-    after: int
-    gradient: Optional[int] = None
+    most: int  # the most bytes within it, beside those that were there before the graph ran
+    after: int  # the bytes at its end, less the gradient with which it ends
+    gradient: Optional[int] = None  # the index of the graph's result that is complete at its end, or None
 
 
 Life = List[Moment]
@@ -118,7 +104,6 @@ def _life(gm: GraphModule, owned: Dict[Any, Saved], parameters: int) -> Life:
     """Returns the life of a graph.
 
     Args:
-        gm: the graph.
         owned: name of an input that the graph may drop -> what it is.
         parameters: how many of the graph's results, the first ones, leave it one by one when they are complete.
     """

@@ -16,35 +16,22 @@ MOST = 2**24
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """The training that has to fit, and the GPUs.
+    """The training that has to fit, and the GPUs."""
 
-    Attributes:
-        gpus: the number of GPUs, which train with data parallelism.
-        memory: the nominal memory of each GPU in GB: 80 for an H100, of which torch shows 79.1 GiB.
-        sequence: tokens of a sequence. None: 4096, or as many as the model has positions.
-        micro_batch: sequences of a micro-batch. None: the configuration's number, or 1.
-        accumulation: micro-batches of a step. None: the configuration's number, or 1.
-        lora: the rank of adapters at all linear layers of the blocks; None: no adapters.
-        batch: returns the model's arguments for (micro_batch, sequence); by default token ids or images, as the
-            model's configuration says.
-        dtype: the dtype of parameters and activations. None: the configuration's, or bf16. Masters and moments are
-            fp32.
-        bucket: ``reduce_bucket_size``.
-        overlap: whether buckets travel while the backward goes on.
-        regional: ``compile.regional_compilation``.
-    """
-
-    gpus: int = 1
-    memory: float = 80
-    sequence: Optional[int] = None
-    micro_batch: Optional[int] = None
-    accumulation: Optional[int] = None
-    lora: Optional[int] = None
+    gpus: int = 1  # the number of GPUs, which train with data parallelism
+    memory: float = 80  # the nominal memory of each GPU in GB: 80 for an H100, of which torch shows 79.1 GiB
+    sequence: Optional[int] = None  # tokens of a sequence. None: 4096, or as many as the model has positions
+    micro_batch: Optional[int] = None  # sequences of a micro-batch. None: the configuration's number, or 1
+    accumulation: Optional[int] = None  # micro-batches of a step. None: the configuration's number, or 1
+    lora: Optional[int] = None  # the rank of adapters at all linear layers of the blocks; None: no adapters
+    # Returns the model's arguments for (micro_batch, sequence); by default token ids or images, as the model's
+    # configuration says.
     batch: Optional[Callable[[int, int], Dict[str, torch.Tensor]]] = None
+    # The dtype of parameters and activations. None: the configuration's, or bf16. Masters and moments are fp32.
     dtype: Optional[torch.dtype] = None
-    bucket: int = int(DeepSpeedZeroConfig().reduce_bucket_size)
-    overlap: bool = True
-    regional: Any = None
+    bucket: int = int(DeepSpeedZeroConfig().reduce_bucket_size)  # ``reduce_bucket_size``
+    overlap: bool = True  # whether buckets travel while the backward goes on
+    regional: Any = None  # ``compile.regional_compilation``
 
     def __post_init__(self) -> None:
         if not self.memory > 0:
@@ -58,39 +45,27 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way to train.
+    """One way to train."""
 
-    Attributes:
-        name: the name in the table.
-        pace: the time of a step as a multiple of the plain mode's, rounded to a tenth: docs/performance.md and
-            docs/what_people_train_with.md have the measurements.
-        system: "fork" or "fsdp2".
-        checkpoint: whether every block is computed again in the backward.
-        budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.
-        overlap_gather: whether the configuration sets ``overlap_param_gather`` to true, which makes blocks. The
-            overlapped gather itself, which is the default of blocks, changes no peak.
-        keep: ``keep_gathered``.
-        eight_bit: ``optimizer_states: "8bit"``.
-        remainders: ``store_param_remainders``.
-        offload: whether masters, moments and gradients are on the host.
-        reshard: FSDP2's ``reshard_after_forward``.
-        stage: the stage of ZeRO. With 2, FSDP2 reduces gradients in each micro-batch, which is its default.
-    """
-
-    name: str
+    name: str  # the name in the table
+    # The time of a step as a multiple of the plain mode's, rounded to a tenth: docs/performance.md and
+    # docs/what_people_train_with.md have the measurements.
     pace: float = 1.0
-    system: str = "fork"
-    checkpoint: bool = False
+    system: str = "fork"  # "fork" or "fsdp2"
+    checkpoint: bool = False  # whether every block is computed again in the backward
+    # budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.
     budget: Optional[float] = None
     chunked_loss: Optional[bool] = None
     shard_parameters: Optional[str] = None
+    # Whether the configuration sets ``overlap_param_gather`` to true, which makes blocks. The overlapped gather
+    # itself, which is the default of blocks, changes no peak.
     overlap_gather: bool = False
-    keep: Union[int, str, None] = None
-    eight_bit: bool = False
-    remainders: bool = False
-    offload: bool = False
-    reshard: bool = False
-    stage: int = 1
+    keep: Union[int, str, None] = None  # ``keep_gathered``
+    eight_bit: bool = False  # ``optimizer_states: "8bit"``
+    remainders: bool = False  # ``store_param_remainders``
+    offload: bool = False  # whether masters, moments and gradients are on the host
+    reshard: bool = False  # FSDP2's ``reshard_after_forward``
+    stage: int = 1  # the stage of ZeRO. With 2, FSDP2 reduces gradients in each micro-batch, which is its default
 
     @property
     def by_blocks(self) -> bool:
@@ -177,7 +152,6 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
     """Lists the modes that have a meaning for a model.
 
     Args:
-        question: the user's question.
         has_frozen: whether a parameter of a block is frozen.
         has_blocks: whether it has blocks that can have graphs of their own.
     """

@@ -62,19 +62,12 @@ COLLECTIVE_GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allga
 
 @dataclasses.dataclass
 class _Allocation:
-    """Memory that was allocated at one time and freed at another.
+    """Memory that was allocated at one time and freed at another."""
 
-    Attributes:
-        size: bytes.
-        began: index of the event that allocated it, -1 before the recording.
-        courses: (index of an event, category from then on), in order.
-        ended: index of the event that freed it, or None.
-    """
-
-    size: int
-    began: int
-    courses: List[Tuple[int, str]]
-    ended: Optional[int] = None
+    size: int  # bytes
+    began: int  # index of the event that allocated it, -1 before the recording
+    courses: List[Tuple[int, str]]  # (index of an event, category from then on), in order
+    ended: Optional[int] = None  # index of the event that freed it, or None
 
     @property
     def stands(self) -> bool:
@@ -138,17 +131,11 @@ class _Allocations:
 
 @dataclasses.dataclass
 class _Entry:
-    """An event of the profiler, with properties that follow from the events around it.
-
-    Attributes:
-        event: the profiler's event.
-        holds: the category of memory that is allocated in it, or None.
-        in_autograd: whether autograd ran it.
-    """
+    """An event of the profiler, with properties that follow from the events around it."""
 
     event: Any
-    holds: Optional[str]
-    in_autograd: bool
+    holds: Optional[str]  # the category of memory that is allocated in it, or None
+    in_autograd: bool  # whether autograd ran it
 
 
 def _flatten(roots: List[Any]) -> Iterator[_Entry]:
@@ -227,7 +214,6 @@ def read_events(
     """Returns the memory of the step that a profiler has recorded.
 
     Args:
-        roots: the roots of the profiler's tree of events.
         device: the device of the memory, "cpu" or "cuda".
         standing: address -> (bytes, category) of memory from before the recording.
         final: address -> category of memory of known tensors at the end of the recording.

@@ -36,39 +36,26 @@ POINTS = 2000
 
 
 class Peak(NamedTuple):
-    """The most memory within some time.
+    """The most memory within some time."""
 
-    Attributes:
-        second: the time at which the peak was first reached.
-        bytes: the bytes of the peak.
-        phase: the phase, one of ``PHASES``, or "" between phases.
-        held: category -> bytes, in the order of ``CATEGORIES``. They add up to ``bytes``.
-    """
-
-    second: float
+    second: float  # the time at which the peak was first reached
     bytes: int
-    phase: str
-    held: Dict[str, int]
+    phase: str  # the phase, one of ``PHASES``, or "" between phases
+    held: Dict[str, int]  # category -> bytes, in the order of ``CATEGORIES``. They add up to ``bytes``
 
 
 @dataclasses.dataclass
 class StepMemory:
-    """Memory at points in time, in the order in which the host reached them.
+    """Memory at points in time, in the order in which the host reached them."""
 
-    Attributes:
-        seconds: times since the step began. Memory is constant from each point to the next.
-        held: category of ``CATEGORIES`` -> bytes at each point, a list as long as ``seconds``.
-        phases: phase of ``PHASES`` -> (begin, end) in seconds, one for each time that the phase ran.
-        on_host: category -> bytes in host memory during the step, if the picture is of a GPU.
-        raised: the error that ended the step, or "".
-        about: description of the recording for titles: "model", "rank", "device" and more.
-    """
-
-    seconds: List[float]
-    held: Dict[str, List[int]]
+    seconds: List[float]  # times since the step began. Memory is constant from each point to the next
+    held: Dict[str, List[int]]  # category of ``CATEGORIES`` -> bytes at each point, a list as long as ``seconds``
+    # Phase of ``PHASES`` -> (begin, end) in seconds, one for each time that the phase ran.
     phases: Dict[str, List[Tuple[float, float]]]
+    # Category -> bytes in host memory during the step, if the picture is of a GPU.
     on_host: Dict[str, int] = dataclasses.field(default_factory=dict)
-    raised: str = ""
+    raised: str = ""  # the error that ended the step, or ""
+    # Description of the recording for titles: "model", "rank", "device" and more.
     about: Dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def sums(self, categories: Iterable[str] = CATEGORIES) -> List[int]:

@@ -64,8 +64,6 @@ def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str], end: Option
     """Draws a step's categories, phases and peak into a panel. The labels of its legend are the categories.
 
     Args:
-        panel: the panel to draw into.
-        step: the step to draw.
         unit: the unit of memory: its number of bytes, and its name.
         end: the end of the time axis, in seconds. None: the step's end.
     """

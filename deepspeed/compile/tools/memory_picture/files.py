@@ -53,12 +53,7 @@ def write_step(step: StepMemory, folder: Path, name: str) -> Path:
 
 
 def draw_step(step: StepMemory, file: Path) -> List[Path]:
-    """Draws a step beside its data, if matplotlib can be imported; returns the pictures.
-
-    Args:
-        step: the step to draw.
-        file: the file of its data.
-    """
+    """Draws a step beside its data, if matplotlib can be imported; returns the pictures."""
     draws = drawer()
     if draws is None:
         return []

@@ -132,8 +132,6 @@ class Recorder:
     """Records one step of an engine on this rank.
 
     Args:
-        engine: the engine to record.
-        folder: the folder of the files.
         step: the number of the engine's step to record, counted from 1. With DeepCompile, the count begins when the
             engine is compiled.
     """

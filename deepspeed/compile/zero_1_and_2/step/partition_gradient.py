@@ -37,7 +37,6 @@ class PartitionGradient:
         views: the views of the partition. This object takes the gradients out of them.
         factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
         like: a tensor of the dtype and on the device of the master weights.
-        dtype: the dtype of the gradients.
     """
 
     def __init__(

@@ -32,9 +32,6 @@ class Ranges:
     """Steps a partition range by range.
 
     Args:
-        step: steps the ranges.
-        numel: elements of the partition.
-        gradient: the gradient of the partition.
         written: a function to call with (first, last) when the new values of the elements [first, last) are written.
     """
 
