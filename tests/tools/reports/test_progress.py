@@ -1,19 +1,13 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What the user sees while graphs are compiled, on a terminal and in a log, and before native code is built."""
+"""What is logged while graphs are compiled, and before native code is built."""
 
 import contextlib
-import fcntl
 import logging
-import os
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
 import time
-import warnings
 from typing import List, NamedTuple
 from unittest import mock
 
@@ -23,7 +17,6 @@ import torch.distributed as dist
 from torch._dynamo.backends import debugging
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import calculate_time_spent
-from tqdm import tqdm
 
 from deepspeed.utils import logger
 
@@ -34,15 +27,12 @@ from support.models import Block, BlocksWithin
 from support.native import look_built
 from support.training import REGIONAL, Case, batch
 
-# A bar that is drawn below the caller's, and is then taken away: spaces in its place, and the cursor back up.
-BAR = re.compile(r"(DeepCompile compiles [\w ]+ .{14} \d of 2) classes of blocks\x1b\[A\r\n\r +\x1b\[A")
 SECONDS = re.compile(r"\d+\.\d s")
-AROUND = "TwoClasses around its blocks"
 # What rank 0 says, each with its seconds left out.
 LINES = [
-    "Block in (block class 1 of 2, for 3 layers, graph 0)",
-    "OtherBlock in (block class 2 of 2, for 2 layers, graph 1)",
-    f"{AROUND} in (graph 2)",
+    "Block in (for 3 layers, graph 0)",
+    "OtherBlock in (for 2 layers, graph 1)",
+    "TwoClasses around its blocks in (graph 2)",
 ]
 
 
@@ -58,39 +48,12 @@ class TwoClasses(BlocksWithin):
 
 class Seen(NamedTuple):
     lines: List[str]  # what was logged of compilations
-    terminal: str  # what was written to standard error
     shown: List[str]  # what of DeepCompile a handler of DeepSpeed's default level shows
 
 
-@contextlib.contextmanager
-def terminal():
-    """Makes standard error a terminal. Yields a list that holds what was written there once the context has ended."""
-    read, written = [], []
-    ours, its = os.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
-
-    def collect():
-        with contextlib.suppress(OSError):
-            while data := os.read(ours, 4096):
-                read.append(data)
-
-    reader = threading.Thread(target=collect)
-    reader.start()
-    before = sys.stderr
-    sys.stderr = os.fdopen(its, "w", encoding="utf-8")
-    try:
-        yield written
-    finally:
-        sys.stderr.close()
-        sys.stderr = before
-        reader.join()
-        os.close(ours)
-        written.append(b"".join(read).decode())
-
-
 @compiled_anew()
-def trained(case, level, on_terminal=True, **patched):
-    """Trains for two steps under a bar of the caller; returns what was seen of it."""
+def trained(case, level, **patched):
+    """Trains for two steps; returns what was seen of it."""
     with contextlib.ExitStack() as stack:
         texts = stack.enter_context(logged(level))
         shown, handler = [], logging.Handler(logging.WARNING)
@@ -101,23 +64,14 @@ def trained(case, level, on_terminal=True, **patched):
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(level)
         stack.enter_context(torch._inductor.config.patch(**patched))
-        # On a GPU, torch warns of TF32 when it first generates code: in the middle of a bar.
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")
-        if on_terminal:
-            written = stack.enter_context(terminal())
-        else:
-            file = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stderr(file))
-            written = [""]
         torch.manual_seed(0)
         pair = Beside(TwoClasses(), case)
         with contextlib.suppress(NotImplementedError, torch._dynamo.exc.BackendCompilerFailed):
-            for step in tqdm(range(2), desc="of the caller", leave=True):
+            for step in range(2):
                 pair.step(batch(step, 0, dist.get_rank(), 4))
         pair.engine.destroy()
     lines = [text for text in texts if "DeepCompile compiled" in text]
-    return Seen(lines, written[0], [text for text in shown if "DeepCompile" in text])
+    return Seen(lines, [text for text in shown if "DeepCompile" in text])
 
 
 def fails(graph):
@@ -125,26 +79,12 @@ def fails(graph):
 
 
 @vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@vary("on_terminal", [True, False])
-def test_compilations_are_told(ranks, on_terminal, backend):
-    """A graph would be left out or told twice, by each rank, or a bar stay on the terminal above the caller's."""
-    first, other = ranks(2).run(trained, Case(backend=backend, config=REGIONAL), logging.INFO, on_terminal)
+def test_compilations_are_told(ranks, backend):
+    """A graph would be left out or told twice, or by each rank."""
+    first, other = ranks(2).run(trained, Case(backend=backend, config=REGIONAL), logging.INFO)
     lines = [SECONDS.sub("", line).replace("  ", " ") for line in first.lines]
-    assert lines == [f"DeepCompile compiled {line}" for line in LINES]
-    assert not other.lines and "DeepCompile" not in other.terminal
-    if on_terminal:
-        bars = BAR.findall(first.terminal)
-        assert len({*bars}) == len(first.lines)
-        assert "compiles Block " in bars[0] and bars[0].endswith("1 of 2")
-        # The caller's own bar is the last that is drawn.
-        assert "DeepCompile" not in first.terminal.rpartition("of the caller: 100%")[2]
-
-
-def test_nothing_is_told_below_the_level(ranks):
-    """A bar would be drawn for a user who asked for warnings alone."""
-    (seen,) = ranks(1).run(trained, Case(config=REGIONAL), logging.WARNING)
-    assert "of the caller: 100%" in seen.terminal
-    assert "DeepCompile" not in seen.terminal and not seen.lines
+    assert lines == [f"[Rank 0] DeepCompile compiled {line}" for line in LINES]
+    assert not other.lines
 
 
 CLASSES = "3 blocks of class Block and 2 blocks of class OtherBlock"
@@ -163,7 +103,7 @@ WHOLE = "TwoClasses as a whole, because compile.regional_compilation is false"
 def test_a_first_step_is_told_by_default(ranks, config, arguments, what):
     """The first step would be silent for a minute, and a user not learn what was compiled, or that nothing was."""
     case = Case(config=config, compile_kwargs=arguments)
-    first, other = ranks(2).run(trained, case, logging.WARNING, on_terminal=False)
+    first, other = ranks(2).run(trained, case, logging.WARNING)
     told = [SECONDS.sub("S s", line) for line in first.shown]
     assert not other.shown
     if what is None:
@@ -195,7 +135,7 @@ def trained_late():
     torch._dynamo.reset()
     before = calculate_time_spent()
     with mock.patch.object(debugging, "boxed_nop", compile_for_a_second):
-        seen = trained(case, logging.WARNING, on_terminal=False)
+        seen = trained(case, logging.WARNING)
     spent = calculate_time_spent()
     return seen.shown, [spent[name] - before.get(name, 0.0) for name in ("entire_frame_compile", LATE)]
 
@@ -210,7 +150,7 @@ def test_a_backward_that_is_compiled_when_it_runs_counts(ranks):
 def test_a_compilation_that_fails_is_not_told(ranks):
     """A graph that could not be compiled would be logged as compiled."""
     case = Case(backend="inductor", config=REGIONAL)
-    (seen,) = ranks(1).run(trained, case, logging.INFO, on_terminal=False, pre_grad_custom_pass=fails)
+    (seen,) = ranks(1).run(trained, case, logging.INFO, pre_grad_custom_pass=fails)
     assert not seen.lines and not [line for line in seen.shown if "has compiled" in line]
 
 
