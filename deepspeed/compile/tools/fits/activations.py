@@ -47,7 +47,7 @@ class Activations(NamedTuple):
     inputs: int  # bytes of the batch
 
 
-# Stands for a tensor among the results of a block.
+# Stands for a tensor among other leaves of a tree.
 _TENSOR = object()
 
 
@@ -233,34 +233,24 @@ class Run:
             return run_compiled(*args, **kwargs)
 
         def run_compiled(*args, **kwargs):
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            tensors = [leaves[place] for place in places]
-            for place in places:
-                leaves[place] = None
-            results: Dict[str, Any] = {}
+            tensors, others, call_of = _split((args, kwargs))
+            made: List[Any] = []
 
             def function(*tensors):
-                given = list(leaves)
-                for place, tensor in zip(places, tensors[len(held) :]):
-                    given[place] = tensor
-                args, kwargs = pytree.tree_unflatten(given, spec)
+                args, kwargs = call_of(tensors[len(held) :])
                 plain = patch.object(block, "gradient_checkpointing", False) if checkpoints else _NOTHING
                 with patch.object(block, "forward", forward), _holding(block, held, tensors), plain, _Attention():
-                    returned = block.forward(*args, **kwargs)
-                tensors, results["spec"] = pytree.tree_flatten(returned)
-                results["others"] = [_TENSOR if isinstance(tensor, torch.Tensor) else tensor for tensor in tensors]
-                return [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
+                    returned, _, result_of = _split(block.forward(*args, **kwargs))
+                made.append(result_of)
+                return returned
 
-            key = _key(block, held, tensors, leaves, self._budget)
+            key = _key(block, held, tensors, others, self._budget)
             if key not in self._graphs:
                 self._say(f"tracing a {type(block).__name__}")
                 graphs = self._trace(function, held, tensors, False)
-                self._graphs[key] = graphs, results
-            graphs, results = self._graphs[key]
-            made = iter(self._apply(graphs, held, tensors, number))
-            filled = [next(made) if other is _TENSOR else other for other in results["others"]]
-            return pytree.tree_unflatten(filled, results["spec"])
+                self._graphs[key] = graphs, made[-1]
+            graphs, result_of = self._graphs[key]
+            return result_of(self._apply(graphs, held, tensors, number))
 
         return run
 
@@ -289,18 +279,11 @@ class Run:
                 # All code around the blocks runs uncompiled.
                 return loss_of(outputs.pop())
         held = _held(modules_outside(model, self.blocks), recurse=False)
-        leaves, spec = pytree.tree_flatten((outputs, batch))
-        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        tensors = [leaves[place] for place in places]
-        for place in places:
-            leaves[place] = None
+        tensors, _, outputs_and_batch_of = _split((outputs, batch))
         outputs.clear()
 
         def call(*tensors):
-            given = list(leaves)
-            for place, tensor in zip(places, tensors[len(held) :]):
-                given[place] = tensor
-            outputs, batch = pytree.tree_unflatten(given, spec)
+            outputs, batch = outputs_and_batch_of(tensors[len(held) :])
             upcoming = iter(outputs)
 
             def run_again(*args, **kwargs):
@@ -352,6 +335,18 @@ class _Attention(TorchFunctionMode):
 
 
 _NOTHING = contextlib.nullcontext()
+
+
+def _split(tree):
+    """Returns the tensors of a tree, its leaves without them, and a function that makes the tree of other tensors."""
+    leaves, spec = pytree.tree_flatten(tree)
+    others = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def tree_of(tensors):
+        upcoming = iter(tensors)
+        return pytree.tree_unflatten([next(upcoming) if leaf is _TENSOR else leaf for leaf in others], spec)
+
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], others, tree_of
 
 
 def _noted(forward, outputs, number):
