@@ -43,15 +43,22 @@ class Call:
     a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
     """
 
-    def __init__(self, module: Module):
+    def __init__(self, module: Module, run: Callable):
         # A strong reference would keep an unused model alive until Python looks for cycles.
         self._module = weakref.ref(module)
+        self._run = run  # takes the module and the inputs
         # The module's former attribute: None, the result of its own compile(), or the call of an earlier engine.
         self._before: Optional[Callable] = None
         self._hook: Optional[RemovableHandle] = None
 
     def __reduce__(self):
         return type(None), ()
+
+    # Keep the call out of graphs of other code, such as a caller's own torch.compile, which reduce nothing. That code
+    # may also call a block whose hooks keep the block out of its graph.
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs):
+        return self._run(self._module(), *args, **kwargs)
 
     def put_in(self) -> None:
         """Makes the module's calls run this call."""
@@ -118,20 +125,14 @@ class ModuleCall(Call):
     """
 
     def __init__(self, module: Module, compiled: Callable, limit: "CompilationLimit"):
-        super().__init__(module)
-        self._run: Callable = functools.partial(_call_compiled, limit, compiled)
-
-    # Keep the call out of a caller's own torch.compile: the caller's graphs reduce nothing.
-    @torch.compiler.disable
-    def __call__(self, *args, **kwargs):
-        return self._run(self._module(), *args, **kwargs)
+        super().__init__(module, functools.partial(_call_module, limit, compiled))
 
     def wrap(self, around: Callable[[Callable], Callable]) -> None:
         """Puts another call around this one. ``around`` takes the inner call and returns the outer one."""
         self._run = around(self._run)
 
 
-def _call_compiled(limit, compiled, module, /, *args, **kwargs):
+def _call_module(limit, compiled, module, /, *args, **kwargs):
     return limit.call_module(module, compiled, args, kwargs)
 
 
@@ -143,24 +144,15 @@ class BlockParentCall(Call):
     """
 
     def __init__(self, module: Module, limit: "CompilationLimit"):
-        super().__init__(module)
-        self._run: Callable = functools.partial(_call_parent, limit)
+        super().__init__(module, functools.partial(_call_module, limit, None))
 
     def put_in(self) -> None:
         super().put_in()
         self.break_graphs()
 
-    @torch.compiler.disable
-    def __call__(self, *args, **kwargs):
-        return self._run(self._module(), *args, **kwargs)
-
     def wrap(self, around: Around, blocks: List[Module]) -> None:
         """Puts another call around this one. ``blocks``: the blocks that the module calls."""
         self._run = around(self._module(), blocks, self._run)
-
-
-def _call_parent(limit, parent, /, *args, **kwargs):
-    return limit.call_module(parent, None, args, kwargs)
 
 
 class BlockCall(Call):
@@ -172,14 +164,8 @@ class BlockCall(Call):
     """
 
     def __init__(self, block: Module, compiled: Callable[..., Callable], limit: "CompilationLimit"):
-        super().__init__(block)
         self._inner = _BlockForward(compiled, limit)
-        self._run: Callable = self._inner.call
-
-    # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
-    @torch.compiler.disable
-    def __call__(self, *args, **kwargs):
-        return self._run(self._module(), *args, **kwargs)
+        super().__init__(block, self._inner.call)
 
     def wrap(self, around: Around, always: bool = False) -> None:
         """Puts another call around this one.

@@ -78,24 +78,25 @@ def compile_module(
     def call(*args, **kwargs):
         return module._call_impl(*args, **kwargs)
 
-    # The limit takes the place of torch.compile's own limit.
-    compile_kwargs = {name: value for name, value in compile_kwargs.items() if name != "recompile_limit"}
-    if compile_kwargs.get("options") is not None:
-        # torch.compile removes entries from the dict that it is given, which the caller may use again.
-        compile_kwargs["options"] = dict(compile_kwargs["options"])
-    whole = ModuleCall(module, torch.compile(own_code(call), **compile_kwargs), limit)
+    whole = ModuleCall(module, torch.compile(own_code(call), **_for_torch(compile_kwargs)), limit)
     undo.callback(whole.take_out)
     whole.put_in()
+
+
+def _for_torch(compile_kwargs):
+    """Returns arguments of ``torch.compile``. The engine's limit of compilations takes the place of torch's own."""
+    own = {name: value for name, value in compile_kwargs.items() if name != "recompile_limit"}
+    if own.get("options") is not None:
+        # torch.compile removes entries from the dict that it is given, which the caller may use again.
+        own["options"] = dict(own["options"])
+    return own
 
 
 class _CompiledForwards:
     """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had."""
 
     def __init__(self, backend: Callable, compile_kwargs: Dict[str, Any]):
-        self._backend = backend
-        self._compile_kwargs = dict(compile_kwargs)
-        # `limit` counts compilations in place of torch.compile.
-        self._compile_kwargs.pop("recompile_limit", None)
+        self._backend, self._compile_kwargs = backend, _for_torch(compile_kwargs)
         # (class, id of a forward) -> the compiled function, and the forward, which keeps its id from being reused.
         self._made: Dict[Tuple[Type[Module], int], Tuple[Callable, Any]] = {}
 
@@ -112,11 +113,8 @@ class _CompiledForwards:
         return made[0]
 
     def _compile(self, kind, run):
-        # Copy the options, because torch.compile removes entries from the dict that it is given.
-        options = self._compile_kwargs.get("options")
-        own = {**self._compile_kwargs, "options": dict(options)} if options is not None else self._compile_kwargs
         backend = functools.partial(self._backend, layer=kind.__name__)
-        return torch.compile(own_code(run), **{**own, "backend": backend})
+        return torch.compile(own_code(run), **{**_for_torch(self._compile_kwargs), "backend": backend})
 
 
 def refuse_blocks_of_others(module: Module) -> None:
