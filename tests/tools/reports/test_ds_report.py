@@ -26,7 +26,7 @@ def reported(folder, extensions):
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)}
     command = [shutil.which("ds_report"), "--hide_operator_status"]
     output = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True).stdout
-    return dict(re.findall(r"(?m)^([\w' ()/-]+?) \.{2,} (.*)$", output))
+    return dict(re.findall(r"(?m)^([\w' ()/:?-]+?) \.{2,} (.*)$", output))
 
 
 @pytest.mark.program("deepspeed/compile/tools/reports", "deepspeed/ops/op_builder", "setup.py")
@@ -34,6 +34,7 @@ def reported(folder, extensions):
 def test_the_report_describes_the_fork(tmp_path, monkeypatch):
     lines = reported(tmp_path, extensions=tmp_path)
     assert lines["fork"].startswith(f"{deepspeed.__version__}, DeepSpeed 0.19.8 with another DeepCompile")
+    assert lines["fork: will it fit?"].startswith("python -m deepspeed.compile.fits --model ")
     assert lines["fork's native code (dc)"].startswith("not built; the first training builds it")
     release = ".".join(torch.__version__.split(".")[:2])
     tested = "one" if release in ds_report.TESTED_TORCH else "none"

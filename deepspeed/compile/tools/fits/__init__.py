@@ -42,8 +42,6 @@ NEEDS = (
     "features.shard_parameters",
     "features.update",
 )
-# The line of ds_report.
-COMMAND = ("fork: will it fit?", "python -m deepspeed.compile.fits --model NAME --gpus N --memory GB")
 
 
 def fits(

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of this fork in ``ds_report``."""
 
-import importlib
 from typing import List, Tuple
 
 import torch
-
-from ...parts import NAMES
 
 # The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/verification.md says which tests.
 TESTED_TORCH = ("2.11", "2.13")
@@ -33,13 +30,4 @@ def report() -> List[Tuple[str, str]]:
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),
         ("fork's torch", f"tested with {', '.join(TESTED_TORCH)}; the installed {release} is {tested}"),
-        *_commands(),
     ]
-
-
-def _commands():
-    """Yields ``COMMAND``, (purpose, command), of the parts whose ``__init__.py`` has one."""
-    for name in NAMES:
-        command = getattr(importlib.import_module(f"deepspeed.compile.{name}"), "COMMAND", None)
-        if command is not None:
-            yield command
