@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each optional part can be removed: the package is composed without its folder, and the core's tests pass."""
 
-import ast
 import importlib.util
 import os
 import re
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from house.test_architecture import needs
 
 from deepspeed.compile.parts import NAMES
 
@@ -34,14 +34,6 @@ BUILT = "git_version_info_installed.py"
 
 def folder_of(name):
     return COMPILE / name.replace(".", "/")
-
-
-def needs(name):
-    """Returns the names of the parts that a part names in ``NEEDS``."""
-    for node in ast.parse((ROOT / folder_of(name) / "__init__.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
-            return ast.literal_eval(node.value)
-    return ()
 
 
 def removed_with(name):
