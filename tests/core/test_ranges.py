@@ -582,6 +582,28 @@ def test_an_interrupted_optimizer_has_its_groups():
     assert optimizer.param_groups is groups and [*optimizer.state] == [parameter]
 
 
+def groups_after_a_step_that_raises():
+    """Returns how many parameter groups an optimizer has before and after its replaced step() has raised."""
+    _, engine = start(Case(dtype="bf16", model="BlocksWithin", groups=3))
+    optimizer = engine.optimizer.optimizer
+
+    def step():
+        raise ArithmeticError
+
+    optimizer.step, before = step, len(optimizer.param_groups)
+    backward(engine)
+    with pytest.raises(ArithmeticError):
+        engine.step()
+    engine.destroy()
+    return before, len(optimizer.param_groups)
+
+
+def test_an_optimizer_whose_step_raises_has_its_groups(ranks):
+    """DeepSpeed's method, which steps a whole partition, would leave one group, and a load would not fit."""
+    for before, after in ranks(2).run(groups_after_a_step_that_raises):
+        assert before == after > 1
+
+
 def ranges_of_a_loaded_state(case):
     """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
