@@ -70,5 +70,5 @@ def test_a_torch_that_was_not_tested_is_named(monkeypatch):
 
 def test_the_releases_of_torch_are_those_of_the_documentation():
     """A release would be added to the page or to the report alone."""
-    page = (ROOT / "docs" / "verification.md").read_text()
+    page = (ROOT / "docs" / "internals" / "verification.md").read_text()
     assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*report.TESTED_TORCH}

@@ -62,8 +62,8 @@ class Mode:
 
     Attributes:
         name: the name in the table.
-        pace: the time of a step as a multiple of the plain mode's, rounded to a tenth: docs/performance.md and
-            docs/what_people_train_with.md have the measurements.
+        pace: the time of a step as a multiple of the plain mode's, rounded to a tenth: docs/results/tables.md and
+            docs/reference/packages.md have the measurements.
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
         budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.

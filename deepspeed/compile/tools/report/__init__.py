@@ -9,7 +9,8 @@ import torch
 
 from ...parts import NAMES
 
-# The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/verification.md says which tests.
+# The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/internals/verification.md says which
+# tests.
 TESTED_TORCH = ("2.11", "2.13")
 
 
