@@ -165,6 +165,8 @@ while engine.global_steps < args.steps:
         mean += loss.detach() / args.accumulation
     get_accelerator().synchronize()
     seconds.append(time.perf_counter() - began)
+    if len(seconds) == 5 and torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()  # of the steps without compilation
     step = engine.global_steps
     say(f"step {step}: loss {mean.item():.4f}, {seconds[-1]:.3f} s")
     if step % args.evaluate_every == 0:
