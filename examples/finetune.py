@@ -31,6 +31,7 @@ parser.add_argument("--length", type=int, default=64, help="tokens in a row")
 parser.add_argument("--pack", action="store_true", help="fill each row with several texts")
 parser.add_argument("--micro-batch", type=int, default=4, help="rows on each GPU")
 parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
+parser.add_argument("--stage", type=int, choices=[1, 2], help="of ZeRO; default: 1, but 2 to shard and accumulate")
 parser.add_argument("--steps", type=int, default=16, help="steps of the whole run")
 parser.add_argument("--lr", type=float, default=1e-4)
 parser.add_argument("--off", action="store_true", help="train without DeepCompile, to compare")
@@ -63,7 +64,7 @@ config = {
     },
     "bf16": {"enabled": True},
     # Sharded parameters would leave whole gradients between the micro-batches of stage 1.
-    "zero_optimization": {"stage": 2 if args.shard and args.accumulation > 1 else 1},
+    "zero_optimization": {"stage": args.stage or (2 if args.shard and args.accumulation > 1 else 1)},
     "compile": {"deepcompile": not args.off},
 }
 if args.shard:
