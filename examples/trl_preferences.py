@@ -68,9 +68,7 @@ def reward(prompts, completions, **_):
 
 
 if args.method == "dpo":
-    rows = [
-        {"prompt": f"{a} plus {b} is", "chosen": f" {a + b}.", "rejected": f" {(a + b + 3) % 15}."} for a, b in sums
-    ]
+    rows = [{"prompt": f"{a} plus {b} is", "chosen": f" {a + b}.", "rejected": " hard to say."} for a, b in sums]
     trainer = DPOTrainer(args.model, args=DPOConfig(**arguments), train_dataset=Dataset.from_list(rows))
 else:
     trainer = GRPOTrainer(

@@ -43,7 +43,7 @@ RUNS = {
     "pretraining": "finetune.py --lr 1e-2 --from-scratch --pack --length 128 --accumulation 2 --budget 0.5",
     "packing": "finetune.py --lr 1e-2 --pack --length 128 --micro-batch 1",
     "experts": "finetune.py --lr 1e-2 --experts --shard --remainders --checkpoint",
-    "dpo": "trl_preferences.py --epochs 2 --lr 1e-2 --method dpo",
+    "dpo": "trl_preferences.py --epochs 1 --lr 1e-2 --method dpo",
     "grpo": "trl_preferences.py --epochs 1 --lr 1e-3 --method grpo --shard",
     "long_sequences": f"long_sequences.py {ONE_EPOCH}",
 }
