@@ -59,6 +59,9 @@ RUN := env -u PYTHONSAFEPATH -u PYTHONDONTWRITEBYTECODE PATH='$(BIN)':"$$PATH" \
 content = $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16)
 FORK_FILES := deepspeed csrc setup.py pyproject.toml requirements/base.txt NOTICE
 TOOLS := $(VENV)/.tools-$(call content,requirements/dev.txt)
+PACK_BIN := $(CURDIR)/.venv/pack/bin
+PIP_OF_PACK = '$(PACK_BIN)/python' -m pip --disable-pip-version-check --quiet --quiet
+PACK := .venv/pack/.pack-$(call content,pyproject.toml)
 FORK := $(VENV)/.fork-$(call content,$(FORK_FILES))
 DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
 FRONTS := $(VENV)/.fronts-$(call content,requirements/demo.txt requirements/front_doors.txt)
@@ -151,11 +154,11 @@ faults: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
-wheel: $(TOOLS)
+wheel: $(PACK)
 	echo "Building a wheel and an sdist ..."
 	rm -rf dist
-	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
-	env -u PYTHONSAFEPATH $(BIN)/python setup.py --quiet sdist --dist-dir dist
+	$(PIP_OF_PACK) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	env -u PYTHONSAFEPATH '$(PACK_BIN)/python' setup.py --quiet sdist --dist-dir dist
 	ls dist/*
 
 docs: $(DOCS)
@@ -205,6 +208,14 @@ $(TOOLS):
 	echo "Installing $(TORCH) and the tools, which may take some minutes ..."
 	$(PIP) install '$(TORCH)' -r requirements/dev.txt
 	rm -f $(VENV)/.tools-* && touch $@
+
+# A wheel needs no torch: native code is compiled where it is installed.
+$(PACK):
+	test -x '$(PACK_BIN)/pip' || $(PYTHON) -m venv --clear .venv/pack || { \
+		echo "No virtual environment could be made with $(PYTHON) (on Debian: apt-get install python3-venv)." >&2; \
+		exit 1; }
+	$(PIP_OF_PACK) install 'setuptools>=70.1' wheel
+	rm -f .venv/pack/.pack-* && touch $@
 
 # Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it. A
 # compiler takes a minute or two for each module and uses one core, so modules are compiled beside each other.

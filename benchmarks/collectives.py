@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Times the collectives of a step, each size alone, so that docs/scale.md can compare its model with a machine.
+"""Times the collectives of a step, each size alone, to compare a machine with the model of docs/results/scale.md.
 
 From the root of the repository::
 

@@ -45,7 +45,7 @@ BASE_ZERO, DDP = "base without DeepCompile", "DDP"
 FROZEN_SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
 SHARDED, SHARDED_REMAINDERS = "fork, sharded", "fork, sharded, remainders"
 COLUMNS = {
-    # As it was the default when the tables in docs/performance.md were measured.
+    # As it was the default when the tables in docs/results/tables.md were measured.
     FORK: ["--system", "deepcompile", "--no-overlap-gather"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
     REMAINDERS: ["--system", "deepcompile", "--overlap-gather", "--remainders"],

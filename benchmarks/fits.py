@@ -6,7 +6,7 @@ From the root of the repository, in one process and without GPUs::
 
     python -m benchmarks.fits               all figures
     python -m benchmarks.fits lora          those whose line contains a word
-    python -m benchmarks.fits --sizes       the table of docs/adopting.md: what fits on 8 GPUs of 80 GB
+    python -m benchmarks.fits --sizes       the table of docs/guides/memory.md: what fits on 8 GPUs of 80 GB
 
 The command ends with status 1 if a figure is more than 3 % above or more than 1 % below the measurement, and so by
 more than 0.07 GiB. Left out are
@@ -27,8 +27,8 @@ from .workload import SHAPES, Shape, build_model
 GIB = 2**30
 # In GiB: what a buffer of cuBLAS or a small copy takes. A figure that is so close counts as met.
 NOISE = 0.07
-PERFORMANCE, PEOPLE, SCALE = "performance.md", "what_people_train_with.md", "scale.md"
-# Measured beside the row of the fork in performance.md, on 2 H200s, 2026-11-26.
+PERFORMANCE, PEOPLE, SCALE = "tables.md", "packages.md", "scale.md"
+# Measured beside the row of the fork in tables.md, on 2 H200s, 2026-11-26.
 RESHARDED = "2 H200s, 2026-11-26"
 # `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
 # qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4 processes.

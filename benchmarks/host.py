@@ -12,9 +12,9 @@ repetitions on the slowest rank, in nanoseconds for each element of a partition,
 
 **What was measured.** With the optimizer on the host, a step of Qwen3-8B on 2 GPUs takes at least 1.85 s: 0.50 until
 the backward ends, and 1.35 for 32 bytes of each of 8.19 billion elements at the host's 194 GB/s. A step whose ranges
-DeepSpeedCPUAdam stepped takes 1.59 of that (2.938 s: docs/performance.md). DeepSpeedCPUAdam cannot scale or cast: on
-that host (32 cores, 2 H200s, 2026-11-23) a range with both casts takes 0.494 ns an element, the norm 0.055, and Adam
-alone 0.289. Adam in one pass was not timed in a step there. Of the time in ranges it takes:
+DeepSpeedCPUAdam stepped takes 1.59 of that (2.938 s: docs/results/tables.md). DeepSpeedCPUAdam cannot scale or cast:
+on that host (32 cores, 2 H200s, 2026-11-23) a range with both casts takes 0.494 ns an element, the norm 0.055, and
+Adam alone 0.289. Adam in one pass was not timed in a step there. Of the time in ranges it takes:
 
 - 0.73 on 16 cores (one H200, 2^28 elements, 2026-11-26): 0.245 and 0.337 ns an element, the norm 0.041, and Adam alone
   0.180, which is 28 bytes at 155 GB/s; copies to and from the device run at 55 GB/s.

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what communication costs a step on many ranks, and prints the tables of docs/scale.md.
+"""Computes what communication costs a step on many ranks, and prints the tables of docs/results/scale.md.
 
 From the root of the repository, in one process and without GPUs::
 

@@ -16,30 +16,52 @@ from docutils import nodes
 from docutils.parsers.rst import Directive
 
 CONTENTS = {
-    "Adopt it": """
-Start here <self>
-Install and use <docs/adopting>
-From FSDP2, from ZeRO-3 <docs/from_fsdp2>
+    "Start": """
+What it is <self>
+Map of the pages <docs/README>
+Install <docs/start/install>
+First run <docs/start/first_run>
+Trainers <docs/start/trainers>
+From FSDP2 <docs/start/from_fsdp2>
+From ZeRO-3 <docs/start/from_zero3>
+From 0.19.8, and back <docs/start/going_back>
 Programs to copy <examples/README>
-From 0.19.8, and back <docs/going_back>
 Changes <CHANGELOG>
-Options <docs/options>
-Models <docs/models>
-Other packages <docs/what_people_train_with>
 """,
-    "What to expect": """
-A picture of a step <docs/memory_picture>
-Performance <docs/performance>
-Many ranks <docs/scale>
-Reliability <docs/reliability>
-Verification <docs/verification>
+    "Recipes": """
+All of an 8B model <docs/recipes/full_8b>
+LoRA of a 70B model <docs/recipes/lora_70b>
+Pretraining <docs/recipes/pretraining>
+DPO and GRPO <docs/recipes/dpo_grpo>
+Packing <docs/recipes/packing>
+Several hosts <docs/recipes/several_hosts>
+Measure your run <docs/recipes/measure_your_run>
+Experts <docs/recipes/experts>
+Long sequences <docs/recipes/long_sequences>
 """,
-    "How it works": """
-Architecture <docs/architecture>
-Life of a gradient <docs/life_of_a_gradient>
-Glossary <docs/glossary>
+    "Guides": """
+Memory <docs/guides/memory>
+Checkpoints <docs/guides/checkpoints>
+Evaluate, generate <docs/guides/evaluation_and_generation>
+Troubleshooting <docs/guides/troubleshooting>
 """,
-    "Change it": """
+    "Reference": """
+Options <docs/reference/options>
+Models <docs/reference/models>
+Other packages <docs/reference/packages>
+Limits <docs/reference/limits>
+""",
+    "Results": """
+Summary <docs/results/summary>
+Tables <docs/results/tables>
+Many ranks <docs/results/scale>
+""",
+    "Internals": """
+Architecture <docs/internals/architecture>
+Life of a gradient <docs/internals/life_of_a_gradient>
+Glossary <docs/internals/glossary>
+What was run <docs/internals/verification>
+Options to tests <docs/internals/options_to_tests>
 Contributing <CONTRIBUTING>
 """,
 }
@@ -47,7 +69,7 @@ Contributing <CONTRIBUTING>
 project = "DeepSpeed with a faster ZeRO-1 and ZeRO-2"
 project_copyright = "the authors of this fork of DeepSpeed"
 root_doc = "README"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/**/*.md", "examples/README.md"]
 exclude_patterns = ["build", ".*"]
 
 extensions = ["myst_parser"]

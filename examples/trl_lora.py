@@ -9,6 +9,7 @@ try:
     from accelerate import PartialState
     from datasets import Dataset
     from peft import LoraConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
     from trl import SFTConfig, SFTTrainer
 except ModuleNotFoundError as missing:
     raise SystemExit(f"{missing.name} is missing: pip install {missing.name}") from None
@@ -22,6 +23,9 @@ parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
 parser.add_argument("--tiny", action="store_true", help="train a small model that is made on the spot")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
+parser.add_argument("--length", type=int, default=1024, help="the most tokens of a text")
+parser.add_argument("--shard", action="store_true", help="keep a part of the frozen parameters on each GPU")
 parser.add_argument("--local_rank", type=int)  # given by the launcher
 args = parser.parse_args()
 if args.tiny:
@@ -39,7 +43,7 @@ config = {
     "gradient_clipping": "auto",
     "bf16": {"enabled": "auto"},
     "zero_optimization": {"stage": 1},
-    "compile": {"deepcompile": True},
+    "compile": {"deepcompile": True, **({"shard_parameters": "frozen"} if args.shard else {})},
 }
 training = SFTConfig(
     output_dir="trained",
@@ -49,16 +53,25 @@ training = SFTConfig(
     learning_rate=args.lr,
     num_train_epochs=args.epochs,
     per_device_train_batch_size=4,
+    max_length=args.length,
     logging_steps=1,
     save_strategy="no",
     report_to="none",
 )
+model = args.model  # which the trainer loads on each rank
+if args.shard:
+    # On the host of the first rank, which sends each GPU its part. TRL would load the model on each GPU.
+    if os.environ["RANK"] == "0":
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.model), dtype=torch.bfloat16)
 rows = [{"prompt": f"{a} plus {b} is", "completion": f" {a + b}."} for a in range(8) for b in range(8)]
 trainer = SFTTrainer(
-    args.model,
+    model,
     training,
     train_dataset=Dataset.from_list(rows),
-    peft_config=LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"),
+    peft_config=LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear"),
 )
 trainer.train()
 

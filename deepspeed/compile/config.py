@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``compile`` of ``ds_config``: the base's options, and those of this fork's optional parts.
 
-``docs/options.md`` describes each option under ZeRO-1 and ZeRO-2. In these stages, an engine with ``deepcompile``
-compiles itself before its first training forward.
+``docs/reference/options.md`` describes each option under ZeRO-1 and ZeRO-2. In these stages, an engine with
+``deepcompile`` compiles itself before its first training forward.
 """
 
 from .config_base import CompileConfig as BaseCompileConfig

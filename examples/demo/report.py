@@ -108,3 +108,9 @@ def print_table(config, results):
         "Highest of any rank. Peak: off, sampled as each gradient arrives; on, a sum of peaks that may not coincide.",
         flush=True,
     )
+    if not off["gpu_bytes"]:
+        print(
+            "A CPU shows that it trains, that losses agree, and which gradients a rank holds. It cannot show how much "
+            "faster a step is on GPUs, nor a GPU's memory: docs/results/summary.md has these.",
+            flush=True,
+        )

@@ -123,7 +123,7 @@ def test_a_step_that_raises_the_loss_scale(ranks, stage):
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
         assert compiled.scale == eager.scale > 2**4
         assert compiled.error < 0.1 * compiled.moved
-        # If this fails, DeepSpeed has mended it: docs/options.md says that both differ.
+        # If this fails, DeepSpeed has mended it: docs/reference/options.md says that both differ.
         assert eager.error > 0.3 * compiled.moved
 
 

@@ -114,7 +114,7 @@ def computed_again(case, direct, both):
 def test_computed_again(ranks, direct, both, stage):
     """A backward within another one, for a forward that is computed again, would end the step's backward early."""
     if direct and torch.cuda.is_available():
-        pytest.skip("gradients are dropped on a GPU: docs/reliability.md has it among the limits")
+        pytest.skip("gradients are dropped on a GPU: docs/reference/limits.md has it among the limits")
     case = Case(model="EagerBlocks", stage=stage)
     check_one(ranks(2).run(computed_again, case, direct, both), case)
 

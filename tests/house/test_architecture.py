@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules by which files of the fork import each other, write state, use private names, and tell their types.
 
-``docs/architecture.md`` tells why.
+``docs/internals/architecture.md`` tells why.
 """
 
 import ast
@@ -443,7 +443,7 @@ def test_the_docs_list_who_uses_private_names():
                 found["of torch's compiler"].add(file)
             elif not {part for part in private.split(".") if is_private(part)} <= own:
                 found["others of torch, and those of the base"].add(file)
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
     for kind, files in found.items():
         (row,) = re.findall(rf"(?m)^ *\| {kind} \|(.*)\|$", page)
         assert {*re.findall(r"`([^`]+)`", row)} == files, kind

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of code in the README and in ``docs/`` run, or are parsed by what would run them; links lead somewhere.
 
-Blocks with the name of a file are in ``test_demo.py``, drawings in ``test_site.py``.
+Blocks with the name of a file are in ``test_demo.py`` and ``test_trainers_page.py``, drawings in ``test_site.py``.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def of(language):
 @pytest.mark.quick
 def test_every_block_says_what_it_is():
     """A block in another language would be tested by nothing."""
-    kinds = {"python", "json", "sh", "mermaid", "text"}
+    kinds = {"python", "json", "sh", "mermaid", "text", "yaml"}
     assert [block.where for block in blocks() if block.language not in kinds] == []
 
 
@@ -75,7 +75,16 @@ def test_configuration(block):
     config = json.loads(block.text if block.text.startswith("{") else f"{{{block.text}}}")
     # Of a section that it does not know DeepSpeed says nothing.
     assert config.keys() <= {*map(str, vars(constants).values()), *(name.partition(".")[0] for name in documented())}
-    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **config})
+    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **without_auto(config)})
+
+
+def without_auto(config):
+    """Returns a configuration without the values that trainers of transformers fill in."""
+    return {
+        name: without_auto(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if value != "auto"
+    }
 
 
 def run_beside_an_engine(quoted):
@@ -109,7 +118,7 @@ def settings_of_torch():
             codes = [child.content for child in token.children or () if child.type == "code_inline"]
             lines = [code for code in codes if re.fullmatch(r"import torch\S*|torch\.[\w.]+ = \w+", code)]
             if any(" = " in line for line in lines):
-                yield page.name, lines
+                yield str(page.relative_to(ROOT)), lines
 
 
 @pytest.mark.slow
@@ -200,6 +209,8 @@ def check_python(arguments, tmp_path, monkeypatch):
 
         monkeypatch.setattr(sys, "argv", arguments[1:])
         ds_to_universal.parse_arguments()
+    elif arguments[:2] == ["-m", "deepspeed.utils.zero_to_fp32"]:
+        assert len(arguments) == 4, "it takes the folder of checkpoints and that of the weights"
     elif arguments[:2] == ["-m", "benchmarks.tables"]:
         assert arguments[2:], "it takes files"
     else:
@@ -226,7 +237,10 @@ def check_deepspeed(arguments, tmp_path, monkeypatch):
         assert launched.user_script in BENCHMARKS, "no check for this module"
         check_benchmark(BENCHMARKS[launched.user_script], launched.user_args, tmp_path, monkeypatch)
     else:
-        assert launched.user_script in {block.file for block in blocks()} or (ROOT / launched.user_script).is_file()
+        path = ROOT / launched.user_script
+        assert launched.user_script in {block.file for block in blocks()} or path.is_file()
+        given = {argument for argument in launched.user_args if argument.startswith("--")}
+        assert all(f'("{argument}"' in path.read_text() for argument in given), f"{path.name} takes none of {given}"
 
 
 # In a process of its own, because pip takes away what setuptools has put in the place of distutils.
@@ -275,6 +289,14 @@ def check_source(arguments, tmp_path, monkeypatch):
     assert f"{environment}/bin/" in printed
 
 
+def check_accelerate(arguments, tmp_path, monkeypatch):
+    """The launcher takes its arguments, and the configuration and the program are on a page."""
+    launch = pytest.importorskip("accelerate.commands.launch", reason="pip install -r requirements/front_doors.txt")
+    assert arguments[0] == "launch", "no check for this command"
+    launched = launch.launch_command_parser().parse_args(arguments[1:])
+    assert {launched.config_file, launched.training_script} <= {block.file for block in blocks()}
+
+
 def check_export(arguments, tmp_path, monkeypatch):
     """The Makefile sets or takes away the same variable."""
     assert arguments[0].partition("=")[0] in (ROOT / "Makefile").read_text()
@@ -286,6 +308,7 @@ def check_ds_report(arguments, tmp_path, monkeypatch):
 
 
 CHECKS = {
+    "accelerate": check_accelerate,
     "deepspeed": check_deepspeed,
     "ds_report": check_ds_report,
     "export": check_export,
@@ -298,13 +321,16 @@ CHECKS = {
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     """A page would link to a file that has moved. Links to headings are checked where the site is built."""
     assert [link for link in links(page) if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
 @pytest.mark.quick
-def test_the_readme_leads_to_every_page():
+def test_the_map_leads_to_every_page():
     """No page would lead to a new page."""
-    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(links(ROOT / "README.md"))
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")} - {"README.md"}
+    assert pages - set(links(docs / "README.md")) == set()
+    assert "docs/README.md" in links(ROOT / "README.md")

@@ -1,8 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/options.md`` lists every option, says of each what the tests show, and names these tests.
+"""``docs/reference/options.md`` lists every option, and says of each what the tests show.
 
-The page is held against the tables of the tests and the fields that DeepSpeed has.
+``docs/internals/options_to_tests.md`` names these tests. Both are held against the tables of the tests and the fields
+that DeepSpeed has.
 """
 
 import inspect
@@ -43,8 +44,8 @@ def test_every_field_is_documented():
     ):
         fields = {f"{section}.{field.alias or name}" for name, field in config.model_fields.items()}
         there = {name for name in names if name.startswith(f"{section}.")}
-        assert fields - there == set(), "docs/options.md lacks these"
-        assert there - fields == set(), "docs/options.md has these, which DeepSpeed does not know"
+        assert fields - there == set(), "docs/reference/options.md lacks these"
+        assert there - fields == set(), "docs/reference/options.md has these, which DeepSpeed does not know"
 
 
 @pytest.mark.quick
@@ -55,7 +56,7 @@ def test_every_argument_of_compile_is_documented():
     names = set(documented())
     assert {*inspect.signature(DeepSpeedEngine.compile).parameters} - {"self", "compile_kwargs"} - names == set()
     arguments = {f"compile_kwargs.{name}" for name in inspect.signature(torch.compile).parameters}
-    assert arguments - {"compile_kwargs.model"} - names == set(), "docs/options.md lacks these"
+    assert arguments - {"compile_kwargs.model"} - names == set(), "docs/reference/options.md lacks these"
 
 
 @pytest.mark.quick

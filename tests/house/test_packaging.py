@@ -127,7 +127,7 @@ def made(tmp_path_factory, packages, no_torch):
     name = ("-c", "user.name=nobody", "-c", "user.email=nobody@localhost")
     run("git", *name, "commit", "--quiet", "--allow-empty", "--message", "Build", cwd=checkout)
     # The recipe itself, in an environment that exists.
-    run("make", "wheel", "TOOLS=", f"BIN={venv.bin}", cwd=checkout, env=no_torch)
+    run("make", "wheel", "PACK=", f"PACK_BIN={venv.bin}", cwd=checkout, env=no_torch)
     return checkout / "dist"
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The model of communication in docs/scale.md: what it counts, and what it computes where something was measured."""
+"""The model of communication in docs/results/scale.md: what it counts, and what it computes beside measurements."""
 
 import functools
 import json

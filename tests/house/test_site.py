@@ -50,7 +50,7 @@ def site(tmp_path_factory):
 
 def test_nothing_comes_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
-    assert site / "index.html" in pages and site / "docs" / "adopting.html" in pages
+    assert site / "index.html" in pages and site / "docs" / "start" / "first_run.html" in pages
     for page in pages:
         fetched = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"([^\"]+)\"", page.read_text())
         assert fetched and [address for address in fetched if "//" in address] == [], page

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The demo and the program of docs/adopting.md run under DeepSpeed's launcher, and the demo prints its table."""
+"""The demo and the programs of the pages run under DeepSpeed's launcher, and the demo prints its table."""
 
 import json
 import os
@@ -52,7 +52,8 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     files = ["--json", str(file), "--pictures", str(tmp_path)]
     finished = launch(DEMO, "--steps", "3", "--backend", "eager", *shape, *files)
     assert finished.returncode == 0, finished.stdout
-    for row in ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step"):
+    rows = ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step")
+    for row in (*rows, "A CPU shows"):
         assert row in finished.stdout, finished.stdout
 
     results = json.loads(file.read_text())
@@ -114,14 +115,15 @@ def test_program_of_the_docs_runs(tmp_path):
 
     The files are those that the page shows by name, and the program also writes what its ranks have counted.
     """
-    files = {block.file: block for block in blocks() if block.file}
+    page = [block for block in blocks() if block.where.startswith("docs/start/first_run.md")]
+    files = {block.file: block for block in page if block.file}
     assert files.keys() == {"train.py", "ds_config.json"}
     for name, block in files.items():
         (tmp_path / name).write_text(block.text.replace("\nengine.destroy()\n", TELL))
     # The page's program draws its data anew each time, and the last batch of one run in many is a hard one.
     program = tmp_path / "train.py"
     program.write_text("import torch\n\ntorch.manual_seed(0)\n" + program.read_text())
-    (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
+    (command,) = [block.text.split() for block in page if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
     arguments = [str(tmp_path / argument) if argument in files else argument for argument in arguments]
     finished = launch(tmp_path / "train.py", *arguments, folder=tmp_path)

@@ -4,20 +4,20 @@
 
 import re
 from pathlib import Path
-from typing import Iterator, List, NamedTuple, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 
 class Block(NamedTuple):
     """One block of code of a page.
 
     Attributes:
-        where: the page and the line, for example "docs/adopting.md:11".
+        where: the page and the line, for example "docs/start/first_run.md:11".
         language: what stands behind the opening fence; empty for a block without a fence.
         text: what the reader sees.
         file: the name that the line above gives to the block, as in "`train.py`:", or None.
@@ -63,22 +63,31 @@ def links(page: Path) -> Iterator[str]:
 
 
 class Row(NamedTuple):
-    """What docs/options.md says of an option, and the tests that it names."""
+    """What the page of options says of one, and the tests that the page beside it names."""
 
     text: str
     tests: List[str]
 
 
-def documented():
-    """The rows of the tables of docs/options.md, by the full name of each option."""
-    rows, prefix = {}, ""
-    for line in (ROOT / "docs" / "options.md").read_text().splitlines():
+def table_of_options(page: str) -> Dict[str, str]:
+    """Returns the second cell of each row of the tables of a page in ``docs/``, by the full name of each option."""
+    rows: Dict[str, str] = {}
+    prefix, is_of_options = "", False
+    for line in (ROOT / "docs" / page).read_text().splitlines():
         if line.startswith("#"):
             section = re.fullmatch(r"#+ Section `(\w+)`", line)
             prefix = f"{section[1]}." if section else ""
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 3 and cells[0].startswith("`"):
+        is_of_options = bool(cells) and (is_of_options or cells[0] == "option")
+        if is_of_options and cells[0].startswith("`"):
             for name in re.findall(r"`([^`]+)`", cells[0]):
-                assert prefix + name not in rows, f"{prefix}{name} has two rows"
-                rows[prefix + name] = Row(cells[1], re.findall(r"\btest_\w+", cells[2]))
+                assert prefix + name not in rows, f"{prefix}{name} has two rows in {page}"
+                rows[prefix + name] = cells[1]
     return rows
+
+
+def documented() -> Dict[str, Row]:
+    """Returns what the pages say of each option."""
+    texts, tests = table_of_options("reference/options.md"), table_of_options("internals/options_to_tests.md")
+    assert texts.keys() == tests.keys(), "both pages must have each option"
+    return {name: Row(text, re.findall(r"\btest_\w+", tests[name])) for name, text in texts.items()}

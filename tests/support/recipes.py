@@ -90,7 +90,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained; ``docs/options.md`` has the options.
+    """A model and how it is trained; ``docs/reference/options.md`` has the options.
 
     Attributes:
         lengths: of the sequences, in turn.

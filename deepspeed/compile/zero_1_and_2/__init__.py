@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
+"""DeepCompile for ZeRO-1 and ZeRO-2: the functions for users. ``docs/internals/architecture.md`` maps the rest."""
 
 from typing import TYPE_CHECKING, Dict
 

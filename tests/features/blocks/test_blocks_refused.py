@@ -8,7 +8,7 @@ from support.ids import vary
 from support.refusals import Refusal, check_refused, refuse
 from support.training import BOUND
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED = {
     "compile.regional_compilation": Refusal(
         "compile.regional_compilation=true found no blocks that repeat in FillsPartition; name their classes in a "

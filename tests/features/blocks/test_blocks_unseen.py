@@ -252,7 +252,7 @@ def copied(block, config):
     x, ids = torch.ones(1, 4, 8, device=device()), batch(9, 0, dist.get_rank(), 4)
     for name, make in COPIES.items():
         if block is WholeState and name == "copy":
-            # Such a copy runs as the block itself: docs/reliability.md.
+            # Such a copy runs as the block itself: docs/reference/limits.md.
             continue
         one, expected = make(pair.module.body.blocks[0]), make(pair.plain.body.blocks[0])
         for model in (one, expected):

@@ -28,7 +28,7 @@ RANDOM_LTD = {
     "layer_token_lr_schedule": {"enabled": False, "total_layer_tokens": 1, "warmup_layer_tokens": 1},
 }
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED = {
     "zero_optimization.offload_optimizer": Refusal(
         "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'",

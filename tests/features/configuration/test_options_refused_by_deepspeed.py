@@ -17,7 +17,7 @@ class RefusedByDeepSpeed(NamedTuple):
     arguments: Dict[str, Any] = {}  # of engine.compile(), besides the backend
 
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED_BY_DEEPSPEED = {
     "gradient_allreduce_op": RefusedByDeepSpeed(
         "initialize",

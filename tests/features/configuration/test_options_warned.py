@@ -45,7 +45,7 @@ ONLY_IN_STAGE_3 = {
         "keep_all_input_tensors": True,
     },
 }
-# What is said of each, by the name under which docs/options.md has it. All are given at once.
+# What is said of each, by the name under which docs/reference/options.md has it. All are given at once.
 WARNED = {
     **only_in_stage_3("zero_optimization", **ONLY_IN_STAGE_3["zero_optimization"]),
     **only_in_stage_3("compile", **ONLY_IN_STAGE_3["compile"]),

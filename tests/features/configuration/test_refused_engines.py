@@ -163,7 +163,7 @@ def compile_engines_of_other_kinds():
     return said
 
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED_ENGINES = {
     "optimizer": (
         "muon",

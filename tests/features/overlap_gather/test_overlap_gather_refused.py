@@ -7,7 +7,7 @@ import pytest
 from support.ids import vary
 from support.refusals import Refusal, check_refused
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED = {
     "compile.overlap_param_gather": Refusal(
         "compile.overlap_param_gather works on blocks, and the model is compiled as a "

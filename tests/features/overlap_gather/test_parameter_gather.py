@@ -57,7 +57,7 @@ def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accu
 
 @vary("model", ["OneGraph", "BlocksWithin"])
 def test_a_model_that_calls_its_blocks_itself(ranks, model):
-    """The option by itself, as docs/adopting.md has it, would be refused where the model's forward calls blocks."""
+    """The option by itself, as the page of options has it, would be refused where the model's forward calls blocks."""
     case = Case(model=model, config={"compile": {"overlap_param_gather": True}})
     for result in ranks(2).run(train_beside_plain_loop, case):
         assert result.error < BOUND

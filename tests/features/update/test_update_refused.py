@@ -24,7 +24,7 @@ class SubclassOfAdamW(torch.optim.AdamW):
     """Its step() may do anything."""
 
 
-# By the name under which docs/options.md has them.
+# By the name under which docs/reference/options.md has them.
 REFUSED = {
     "compile.optimizer_states": Refusal(
         "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.tools.reports import ds_report
+from deepspeed.compile.tools.reports.untried_torch import untried
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
+from support.parameter_gather import Around
+from support.training import batch, compile_backend, engine_by_configuration
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -69,7 +73,37 @@ def test_a_torch_that_was_not_tested_is_named(monkeypatch):
     assert dict(ds_report.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
 
 
+@pytest.mark.parametrize(
+    "version, device, warns",
+    [("2.11.1+cu130", "cuda", 0), ("2.12.0a0+git", "cuda", 1), ("2.13.0+cpu", "cpu", 0)],
+)
+def test_a_torch_that_no_gpu_has_seen_is_warned_of(version, device, warns):
+    """Training on GPUs would begin with an untried torch, and nothing would say so."""
+    assert len([*untried(version, device)]) == warns
+
+
+def losses_with(deepcompile):
+    torch.manual_seed(0)
+    engine = engine_by_configuration(Around(), deepcompile)
+    losses = []
+    with compile_backend("eager"):
+        for step in range(3):
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.follows("compare the first losses with those of a run with compile.deepcompile set to false")
+def test_losses_of_an_untried_torch_can_be_compared(ranks):
+    """The advice would not tell a torch that trains from one that does not, because losses differ in any case."""
+    off, on = (ranks(2).run(losses_with, deepcompile) for deepcompile in (False, True))
+    assert on == [pytest.approx(losses, rel=1e-5) for losses in off]
+
+
 def test_the_releases_of_torch_are_those_of_the_documentation():
     """A release would be added to the page or to the report alone."""
-    page = (ROOT / "docs" / "verification.md").read_text()
+    page = (ROOT / "docs" / "internals" / "verification.md").read_text()
     assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*ds_report.TESTED_TORCH}

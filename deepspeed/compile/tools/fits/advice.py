@@ -74,14 +74,14 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     if shown.mode.eight_bit:
         notes.append("8-bit states round Adam's moments; --all shows modes without them.")
     notes.append(
-        '"time" is that of a step as a multiple of plain ZeRO-1\'s: of Qwen3-8B on 2 H200s (docs/performance.md), and '
-        "not of this model."
+        '"time" is that of a step as a multiple of plain ZeRO-1\'s, measured with Qwen3-8B on 2 H200s, and not with '
+        "this model."
     )
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     notes.append(
         f"Off the {asked.memory:g} GB, which a GPU shows as GiB, go {left_out} (measured on 1 and 2 H200s). Beyond "
-        f"the peak torch reserved up to {RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} "
-        '(docs/performance.md): what leaves less is "tight".'
+        f"the peak torch reserved up to {RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%}: "
+        'what leaves less is "tight".'
     )
     if not shows_all:
         notes.append("--all prints every mode, with the lines to write for each.")

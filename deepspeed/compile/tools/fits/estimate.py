@@ -36,7 +36,7 @@ SHOWN = 0.985
 # 1.30 to 1.81 alone, by `benchmarks.fits_here`, and 2.05 to 2.52 with NCCL between 2 GPUs, by `benchmarks.compare`.
 # NCCL between more GPUs may take more.
 CONTEXT, NCCL = 1.81, 0.71
-# The memory that the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's
+# The memory that the allocator reserved beyond the peak, as a part of the peak: the most in docs/results/tables.md's
 # tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
 RESERVED = {"fork": 0.23, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")

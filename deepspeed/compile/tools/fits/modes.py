@@ -48,8 +48,8 @@ class Mode:
     """One way to train."""
 
     name: str  # the name in the table
-    # The time of a step as a multiple of the plain mode's, rounded to a tenth: docs/performance.md and
-    # docs/what_people_train_with.md have the measurements.
+    # The time of a step as a multiple of the plain mode's, rounded to a tenth: docs/results/tables.md and
+    # docs/reference/packages.md have the measurements.
     pace: float = 1.0
     system: str = "fork"  # "fork" or "fsdp2"
     checkpoint: bool = False  # whether every block is computed again in the backward

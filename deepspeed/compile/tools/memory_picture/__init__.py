@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures of the memory of one training step.
 
-``compile.memory_picture`` in ``ds_config`` makes an engine record a step; ``docs/memory_picture.md`` tells how to use
+``compile.memory_picture`` in ``ds_config`` makes an engine record a step; ``docs/guides/memory.md`` tells how to use
 and how to read the pictures. The command, which draws a recorded step again or lays two over each other, is::
 
     python -m deepspeed.compile.memory_picture A.json [B.json] [-o OUT]

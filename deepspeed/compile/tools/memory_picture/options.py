@@ -10,7 +10,7 @@ from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 
 class MemoryPictureConfig(DeepSpeedConfigModel):
-    """Which step's memory to draw, and where to. ``docs/memory_picture.md`` explains the pictures."""
+    """Which step's memory to draw, and where to. ``docs/guides/memory.md`` explains the pictures."""
 
     folder: str
     """The folder for the pictures and for the data. It is made if it does not exist."""

@@ -4,9 +4,14 @@
 
 from typing import TYPE_CHECKING, Callable, Iterator
 
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .monitors import without_effect, write_counters
 from .progress import Progress
+from .untried_torch import untried
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -19,7 +24,8 @@ class Reports(Feature):
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
-        return without_effect(request)
+        yield from untried(torch.__version__, get_accelerator().device_name())
+        yield from without_effect(request)
 
     def __init__(self, context: SetUpContext):
         self._progress = Progress(context)

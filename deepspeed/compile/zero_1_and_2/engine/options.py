@@ -4,8 +4,8 @@
 
 :func:`check_options` refuses an option if the engine would train in another way, or in other memory, than the user
 asked for. Each error is one sentence. Optional parts refuse and warn of options too, and one part makes
-``deepspeed.initialize()`` refuse whatever no argument of ``engine.compile()`` could mend. ``docs/options.md`` lists
-every option with its effect.
+``deepspeed.initialize()`` refuse whatever no argument of ``engine.compile()`` could mend.
+``docs/reference/options.md`` lists every option with its effect.
 """
 
 import itertools

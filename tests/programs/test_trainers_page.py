@@ -1,0 +1,91 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The whole programs of docs/start/trainers.md train in two processes on CPU, by the files that the page shows."""
+
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from support.documentation import ROOT, blocks
+from support.pool import free_port, remove_buffers
+
+pytestmark = pytest.mark.program("docs/start/trainers.md", "examples/tiny.py", "requirements/front_doors.txt")
+
+PAGE = "docs/start/trainers.md"
+# What the page says of a machine without GPUs, where transformers refuses bf16.
+TRAINER_ON_CPU = """
+import os
+from accelerate import PartialState
+os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+PartialState(backend="gloo")
+"""
+CONFIGURED = 'accelerator_config={"use_configured_state": True},'
+ON_CPU = {
+    "trainer.py": {"bf16=True,": CONFIGURED},
+    "sft.py": {"bf16=True,": f"bf16=False, {CONFIGURED}"},
+    "accelerated.py": {
+        "Accelerator()": 'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
+        "import Accelerator": "import Accelerator, InitProcessGroupKwargs",
+    },
+    # Its strategy and DeepSpeed ask the device for its number.
+    "lightning_fit.py": {
+        'DeepSpeedStrategy(config="ds_plain.json"), devices=8,': "OnCPU("
+        'config="ds_plain.json", parallel_devices=[torch.device("cpu", 0)]), num_nodes=2,',
+        'NAME = "': "class OnCPU(DeepSpeedStrategy):\n"
+        "    def setup_environment(self):\n        super(DeepSpeedStrategy, self).setup_environment()\n\n"
+        "# Each rank is a host, because Lightning gives each rank of a host a device of its own.\nimport os\n"
+        'os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")\nNAME = "',
+    },
+}
+PACKAGES = {"sft.py": "trl", "lightning_fit.py": "lightning"}
+
+
+def command(port, program):
+    """Returns the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
+    if program == "accelerated.py":
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml"]
+        return [*launch, "--num_processes", "2", "--main_process_port", str(port), program]
+    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
+    return [*launch, "--master_port", str(port), program]
+
+
+@pytest.mark.parametrize("program", ON_CPU)
+def test_a_program_of_the_page_trains(tmp_path, program):
+    """The page would show a program or a configuration that does not train as it stands."""
+    for package in ("transformers", "accelerate", PACKAGES.get(program, "transformers")):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    model = runpy.run_path(str(ROOT / "examples" / "tiny.py"))["tiny_model"]()
+    shutil.copytree(model, tmp_path / "model")
+    files = {block.file: block.text for block in blocks() if block.file and block.where.startswith(PAGE)}
+    for name, text in files.items():
+        for shown, on_cpu in ON_CPU.get(name, {}).items():
+            assert shown in text, f"{name} no longer has {shown}"
+            text = text.replace(shown, on_cpu, 1)
+        prefix = TRAINER_ON_CPU if CONFIGURED in text else ""
+        # The learning rate is for a trained model.
+        text = text.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("1e-4", "1e-2")
+        (tmp_path / name).write_text(prefix + text)
+    port = free_port()
+    finished = subprocess.run(
+        command(port, program),
+        cwd=tmp_path,
+        env={
+            # As a person's shell has it.
+            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+            **{"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    remove_buffers(port)
+    assert finished.returncode == 0, finished.stdout
+    losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]
+    assert len(losses) >= 8 and losses[-1] < losses[0] - 0.2, finished.stdout
+    assert "DeepCompile is compiling 2 blocks of class Qwen3DecoderLayer" in finished.stdout
