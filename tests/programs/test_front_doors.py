@@ -685,6 +685,23 @@ def read_by_grpo(case):
     return found, len(waited)
 
 
+def read_by_lightning(case):
+    """Trains with Lightning's average of weights, which takes their place in evaluations, and is saved beside them.
+
+    Returns the averages by name, and what the evaluations found. Lightning resumes no such training with DeepSpeed.
+    """
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    average = EMAWeightAveraging(decay=0.5)
+    with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
+        outcome = lightning_trainer(case, False, [average])
+        means = average._average_model.module.named_parameters()
+        found = {f"average: {name}": each.detach().clone() for name, each in means}
+        outcome.engine.destroy()
+    dist.barrier()
+    return {**found, "evaluations": torch.tensor(outcome.evaluations)}, len(waited)
+
+
 def read_beside_plain(case, read):
     """Returns by name how far what callbacks read is from what they read without DeepCompile."""
     found, waited = read(case)
@@ -698,6 +715,7 @@ def read_beside_plain(case, read):
 READERS = {
     "DPOTrainer": (read_by_callbacks, {"reference", "average", "model.safetensors"}),
     "GRPOTrainer": (read_by_grpo, {"reference"}),
+    "Lightning": (read_by_lightning, {"average", "evaluations"}),
 }
 
 

@@ -173,8 +173,10 @@ def train(recipe, deepcompile=True):
                     _evaluate(recipe, engine, micro_batches[0])
                 if recipe.raises and step == 1 and deepcompile:
                     _raise(recipe, engine, micro_batches)
+                    plain_loop.forward_alone(micro_batches)
                 if recipe.drops is not None and step == recipe.steps - 1:
                     _drop(recipe, engine, micro_batches[0])
+                    plain_loop.forward_alone(micro_batches[:1])
                 for group in (*engine.optimizer.param_groups, *optimizer.param_groups):
                     group["lr"] = 0.0 if recipe.rests and step == 1 else rate
                 with one_rank_late(0.02) if recipe.reads is not None else contextlib.nullcontext():
@@ -308,6 +310,13 @@ class _PlainLoop:
         self.recipe, self.module, self.optimizer = recipe, module, optimizer
         self.trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.masters = [parameter.detach().clone() for parameter in self.trained]
+
+    def forward_alone(self, micro_batches):
+        """Runs forwards whose gradients nobody has. What they change in parameters stays until the step."""
+        with torch.no_grad():
+            for micro_batch in micro_batches:
+                for number in range(self.recipe.losses):
+                    micro_batch.forward(self.module, number)
 
     def step(self, micro_batches):
         for micro_batch in micro_batches:
@@ -744,6 +753,14 @@ def test_small_random_models(ranks, first_seed):
     # The first model is the smallest that there is. Two ranks would compile each graph twice.
     try_models(ranks, 1, recipes(["eager"], most=1).map(made_small), 2, first_seed, count)
     assert count["agreed"] == count["tried"] > 0
+
+
+@vary("again", [{"drops": "engine"}, {"raises": True}])
+def test_a_dropped_forward_changes_parameters_until_the_step(ranks, again):
+    """A parameter that is read before the module that clamps it would have another value than in a plain loop."""
+    pieces = (Piece("clamped", reads_part=True), Piece("block", repeats=2))
+    recipe = Recipe(pieces, regional=True, shards=True, shards_trained=True, changes_parameters=True, steps=2, **again)
+    check_precise(ranks(1).run, recipe, ranks(1).run(train, recipe))
 
 
 @pytest.mark.slow

@@ -382,6 +382,18 @@ def moved(engine, module, folder):
     module.to(device())
 
 
+def in_client_state(engine, module, folder):
+    """As Lightning's WeightAveraging saves the model beside its average. The first rank saves, and may pass more."""
+    state = module.state_dict()
+    engine.save_checkpoint(folder, tag="one", client_state={"current": state})
+    nested = {"steps": [1, (2, module.body.blocks[1].up.weight.detach())]} if dist.get_rank() == 0 else {}
+    engine.save_checkpoint(folder, tag="two", client_state=nested)
+    found = [engine.load_checkpoint(folder, tag=tag)[1] for tag in ("one", "two")]
+    (number, (other, weight)) = found[1]["steps"]
+    assert (number, other, found[0]["current"]._metadata) == (1, 2, state._metadata)
+    return [*found[0]["current"].values(), weight]
+
+
 def without_frozen(engine, module, folder):
     engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
     dist.barrier()
@@ -638,7 +650,7 @@ WORKS = {
     function.__name__: function
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
-        *(set_values, partly_loaded, averaged, without_frozen),
+        *(set_values, partly_loaded, averaged, without_frozen, in_client_state),
         *(
             changed_within,
             changed_by_blocks,

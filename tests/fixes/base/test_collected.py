@@ -41,7 +41,23 @@ def collected_within_a_mode(case, is_destroyed):
     return mode.functions
 
 
-@pytest.mark.parametrize("is_destroyed, offloaded", [(True, False), (False, False), (True, True)])
+def collected_before_its_module(case):
+    torch._dynamo.reset()
+    module = build(case)
+    engine = make_engine(module, case)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return gone() is None
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_an_engine_is_collected_before_its_module(ranks, offloaded):
+    """A module that trains on in another engine would keep the states of the first one, on the host too."""
+    assert ranks(1).run(collected_before_its_module, Case(adam=True, stage=2, offloaded=offloaded)) == [True]
+
+
+@pytest.mark.parametrize("is_destroyed, offloaded", [(True, False), (False, False), (True, True), (False, True)])
 def test_an_engine_that_is_collected_while_another_one_compiles(ranks, is_destroyed, offloaded):
     """Fake tensors' mode would raise errors that print the optimizer's states, which takes minutes."""
     for asked in ranks(1).run(collected_within_a_mode, Case(adam=True, stage=2, offloaded=offloaded), is_destroyed):

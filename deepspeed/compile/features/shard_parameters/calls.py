@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed calls to keep parameters on the host until they are sharded, and to save them."""
 
+import copy
 import functools
 import itertools
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
@@ -129,21 +130,68 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
     The first rank gets them, and every rank that writes a file of its own, such as the first one of each node with
     ``checkpoint.use_node_local_storage``. The values are on the host. On other ranks these parameters stay at rest.
     """
+    sharded = _sharded_of(engine)
+    return state_dict if sharded is None else _with_values(sharded, state_dict, _writes(engine))
+
+
+def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) -> Dict[str, Any]:
+    """Called on all ranks with what a caller saves in a checkpoint beside the module. Returns it with values.
+
+    Parameters at rest get their values where :func:`with_values` gives them, in dicts, lists and tuples. A rank may
+    pass another state than others, because the first rank's alone may be saved.
+    """
+    sharded = _sharded_of(engine)
+    if sharded is None:
+        return client_state
+    # Import here, as in _sharded_of().
+    from ...zero_1_and_2.collectives import collective
+
+    at_rest: Dict[Any, Any] = {}
+    _replaced(client_state, lambda tensor: at_rest.setdefault(id(tensor), tensor))
+    have_some: List[Any] = [None] * dist.get_world_size()
+    with collective("learn which ranks save parameters beside their module"):
+        torch.distributed.all_gather_object(have_some, bool(at_rest))
+    if not any(have_some):
+        return client_state
+    values = _with_values(sharded, at_rest, _writes(engine), sharded.units)
+    return _replaced(client_state, lambda tensor: values[id(tensor)])
+
+
+def _replaced(item, value_of):
+    """Returns a copy of nested dicts, lists and tuples with ``value_of(tensor)`` in place of each tensor at rest."""
+    if isinstance(item, Resharded):
+        return value_of(item)
+    if isinstance(item, tuple):
+        values = [_replaced(each, value_of) for each in item]
+        return type(item)(*values) if hasattr(item, "_fields") else tuple(values)
+    if not isinstance(item, (dict, list)):
+        return item
+    # A copy keeps a state dict's versions, which are an attribute.
+    replaced = copy.copy(item)
+    for key, each in item.items() if isinstance(item, dict) else enumerate(item):
+        replaced[key] = _replaced(each, value_of)
+    return replaced
+
+
+def _sharded_of(engine):
+    """Returns what has an engine's sharded parameters, or None."""
     if state_of(engine) is None:
-        return state_dict
+        return None
     # Import here: the compiler takes a second, and DeepSpeed's own import need not wait for it.
     from .feature import sharded_blocks
 
-    sharded = sharded_blocks(engine)
-    if sharded is None:
-        return state_dict
-    return _with_values(sharded, state_dict, dist.get_rank() == 0 or engine.save_non_zero_checkpoint)
+    return sharded_blocks(engine)
 
 
-def _with_values(sharded, state_dict, takes):
+def _writes(engine):
+    return dist.get_rank() == 0 or engine.save_non_zero_checkpoint
+
+
+def _with_values(sharded, state_dict, takes, units=None):
     """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time.
 
-    All ranks call this. ``takes``: whether this rank gets values.
+    All ranks call this. ``takes``: whether this rank gets values. ``units``: those of the entries of any rank, if not
+    all ranks have entries of the same units.
     """
     sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
@@ -152,9 +200,9 @@ def _with_values(sharded, state_dict, takes):
         if unit is not None:
             keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
     # In the same order on all ranks.
-    for unit in sharded.whole.one_by_one(unit for unit in sharded.units if unit in keys_of):
+    for unit in sharded.whole.one_by_one(units or [unit for unit in sharded.units if unit in keys_of]):
         if takes:
-            for name, keys in keys_of[unit].items():
+            for name, keys in keys_of.get(unit, {}).items():
                 state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.memory.parameter(name))))
     if sharded.is_closed:
         # What was whole for a moment keeps nothing alive any more.

@@ -58,6 +58,12 @@ EDITS = (
         "            frozen_param_fragments[name] = attr_func(param)\n\n"
         "        return shard_parameters.with_values(self, frozen_param_fragments)\n",
     ),
+    (
+        ENGINE,
+        "values of parameters that a caller saves in a checkpoint",
+        "        state.update(client_state)\n        log_dist(",
+        "        state.update(shard_parameters.client_with_values(self, client_state))\n        log_dist(",
+    ),
     # A parameter at rest has no view.
     (
         "deepspeed/utils/tensor_fragment.py",

@@ -8,6 +8,7 @@ before the new parameter is written over it.
 """
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Iterator, Optional
 
 import torch
@@ -53,7 +54,13 @@ class HostMemory(Placement):
             ) from error
 
     def drop_memory_of_base(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Drops the memory of the base's own way to offload gradients, on the host and on the device."""
+        """Drops the memory of the base's own way to offload gradients, on the host and on the device.
+
+        The base also makes each parameter refer to the optimizer, to note an overflow that the step looks for itself.
+        A module that outlives its engine would keep the engine.
+        """
+        for parameter in itertools.chain.from_iterable(optimizer.bit16_groups):
+            vars(parameter).pop("_zero_optimizer", None)
         for group in range(len(optimizer.bit16_groups)):
             _master(optimizer, group).grad = None
             optimizer.offload_gradient_dict[group] = None
