@@ -760,7 +760,8 @@ def test_a_dropped_forward_changes_parameters_until_the_step(ranks, again):
     """A parameter that is read before the module that clamps it would have another value than in a plain loop."""
     pieces = (Piece("clamped", reads_part=True), Piece("block", repeats=2))
     recipe = Recipe(pieces, regional=True, shards=True, shards_trained=True, changes_parameters=True, steps=2, **again)
-    check_precise(ranks(1).run, recipe, ranks(1).run(train, recipe))
+    # On a single rank nothing is sharded.
+    check_precise(ranks(2).run, recipe, ranks(2).run(train, recipe))
 
 
 @pytest.mark.slow

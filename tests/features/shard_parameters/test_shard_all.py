@@ -382,15 +382,33 @@ def moved(engine, module, folder):
     module.to(device())
 
 
+class Pair(NamedTuple):
+    """A caller's own tuple."""
+
+    first: list
+    second: tuple
+
+
 def in_client_state(engine, module, folder):
     """As Lightning's WeightAveraging saves the model beside its average. The first rank saves, and may pass more."""
     state = module.state_dict()
     engine.save_checkpoint(folder, tag="one", client_state={"current": state})
-    nested = {"steps": [1, (2, module.body.blocks[1].up.weight.detach())]} if dist.get_rank() == 0 else {}
+    nested = {}
+    if dist.get_rank() == 0:
+        pair = Pair([1, module.body.blocks[1].up.weight.detach()], torch.Size([2]))
+        nested = {"pair": pair, "again": pair.first, "itself": []}
+        # Pickle takes what holds itself.
+        nested["itself"].append(nested["itself"])
     engine.save_checkpoint(folder, tag="two", client_state=nested)
+    if nested:
+        # What the caller has stays as it is.
+        assert nested["pair"] is pair and nested["again"] is pair.first
     found = [engine.load_checkpoint(folder, tag=tag)[1] for tag in ("one", "two")]
-    (number, (other, weight)) = found[1]["steps"]
-    assert (number, other, found[0]["current"]._metadata) == (1, 2, state._metadata)
+    assert found[0]["current"]._metadata == state._metadata
+    (number, weight), size = found[1]["pair"]
+    assert (number, type(size)) == (1, torch.Size)
+    # What was shared is shared, and what holds itself does.
+    assert found[1]["again"] is found[1]["pair"].first and found[1]["itself"][0] is found[1]["itself"]
     return [*found[0]["current"].values(), weight]
 
 

@@ -53,7 +53,7 @@ def collected_before_its_module(case):
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_an_engine_is_collected_before_its_module(ranks, offloaded):
-    """A module that trains on in another engine would keep the states of the first one, on the host too."""
+    """A module that outlives its engine would keep the engine, with its gradients' memory on the host."""
     assert ranks(1).run(collected_before_its_module, Case(adam=True, stage=2, offloaded=offloaded)) == [True]
 
 

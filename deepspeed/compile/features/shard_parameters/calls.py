@@ -5,6 +5,7 @@
 import copy
 import functools
 import itertools
+import operator
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
@@ -137,8 +138,8 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
 def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) -> Dict[str, Any]:
     """Called on all ranks with what a caller saves in a checkpoint beside the module. Returns it with values.
 
-    Parameters at rest get their values where :func:`with_values` gives them, in dicts, lists and tuples. A rank may
-    pass another state than others, because the first rank's alone may be saved.
+    This engine's parameters at rest get their values where :func:`with_values` gives them, in dicts, lists and tuples.
+    A rank may pass another state than others, because the first rank's alone may be saved.
     """
     sharded = _sharded_of(engine)
     if sharded is None:
@@ -146,31 +147,57 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
     # Import here, as in _sharded_of().
     from ...zero_1_and_2.collectives import collective
 
-    at_rest: Dict[Any, Any] = {}
-    _replaced(client_state, lambda tensor: at_rest.setdefault(id(tensor), tensor))
-    have_some: List[Any] = [None] * dist.get_world_size()
+    found = _at_rest_in(client_state)
+    places = {unit: number for number, unit in enumerate(sharded.units)}
+    units = {(stands_for(tensor) or (None, ""))[0] for tensor in found.values()}
+    own = {places[unit] for unit in units if unit in places}
+    of_ranks: List[Any] = [None] * dist.get_world_size()
     with collective("learn which ranks save parameters beside their module"):
-        torch.distributed.all_gather_object(have_some, bool(at_rest))
-    if not any(have_some):
+        torch.distributed.all_gather_object(of_ranks, own)
+    wanted = sorted(set().union(*of_ranks))
+    if not wanted:
         return client_state
-    values = _with_values(sharded, at_rest, _writes(engine), sharded.units)
-    return _replaced(client_state, lambda tensor: values[id(tensor)])
+    values = _with_values(sharded, found, _writes(engine), [sharded.units[number] for number in wanted])
+    return _replaced(client_state, values, {})
 
 
-def _replaced(item, value_of):
-    """Returns a copy of nested dicts, lists and tuples with ``value_of(tensor)`` in place of each tensor at rest."""
-    if isinstance(item, Resharded):
-        return value_of(item)
-    if isinstance(item, tuple):
-        values = [_replaced(each, value_of) for each in item]
-        return type(item)(*values) if hasattr(item, "_fields") else tuple(values)
-    if not isinstance(item, (dict, list)):
+def _at_rest_in(state):
+    """Returns id -> parameter at rest, for those in nested dicts, lists and tuples."""
+    found, seen, items = {}, set(), [state]
+    while items:
+        item = items.pop()
+        if isinstance(item, Resharded):
+            found[id(item)] = item
+        elif isinstance(item, (dict, list, tuple)) and id(item) not in seen:
+            seen.add(id(item))
+            items.extend(item.values() if isinstance(item, dict) else item)
+    return found
+
+
+def _replaced(item, values, done):
+    """Returns nested dicts, lists and tuples with ``values[id]`` in place of each tensor that has values.
+
+    Only what holds such a tensor is copied, and once, so that what was shared stays shared. ``done``: id of what was
+    met -> its copy, or itself.
+    """
+    if id(item) in values:
+        return values[id(item)]
+    if id(item) in done or not isinstance(item, (dict, list, tuple)):
+        return done.get(id(item), item)
+    # For what holds itself.
+    done[id(item)] = item
+    entries = item.values() if isinstance(item, dict) else item
+    replaced = [_replaced(entry, values, done) for entry in entries]
+    if all(map(operator.is_, replaced, entries)):
         return item
-    # A copy keeps a state dict's versions, which are an attribute.
-    replaced = copy.copy(item)
-    for key, each in item.items() if isinstance(item, dict) else enumerate(item):
-        replaced[key] = _replaced(each, value_of)
-    return replaced
+    if isinstance(item, tuple):
+        done[id(item)] = item._make(replaced) if hasattr(item, "_make") else tuple(replaced)
+    else:
+        # A copy keeps a state dict's versions, which are an attribute.
+        done[id(item)] = copy.copy(item)
+        for key, entry in zip(item if isinstance(item, dict) else range(len(item)), replaced, strict=True):
+            done[id(item)][key] = entry
+    return done[id(item)]
 
 
 def _sharded_of(engine):
@@ -190,8 +217,8 @@ def _writes(engine):
 def _with_values(sharded, state_dict, takes, units=None):
     """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time.
 
-    All ranks call this. ``takes``: whether this rank gets values. ``units``: those of the entries of any rank, if not
-    all ranks have entries of the same units.
+    All ranks call this. ``takes``: whether this rank gets values. ``units``: those to gather, if not all ranks have
+    entries of the same units. Entries of other units stay at rest.
     """
     sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
@@ -200,7 +227,9 @@ def _with_values(sharded, state_dict, takes, units=None):
         if unit is not None:
             keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
     # In the same order on all ranks.
-    for unit in sharded.whole.one_by_one(units or [unit for unit in sharded.units if unit in keys_of]):
+    if units is None:
+        units = [unit for unit in sharded.units if unit in keys_of]
+    for unit in sharded.whole.one_by_one(units):
         if takes:
             for name, keys in keys_of.get(unit, {}).items():
                 state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.memory.parameter(name))))

@@ -60,7 +60,9 @@ class HostMemory(Placement):
         A module that outlives its engine would keep the engine.
         """
         for parameter in itertools.chain.from_iterable(optimizer.bit16_groups):
-            vars(parameter).pop("_zero_optimizer", None)
+            # Another engine of the parameters may have set it since.
+            if vars(parameter).get("_zero_optimizer") is optimizer:
+                del parameter._zero_optimizer
         for group in range(len(optimizer.bit16_groups)):
             _master(optimizer, group).grad = None
             optimizer.offload_gradient_dict[group] = None
