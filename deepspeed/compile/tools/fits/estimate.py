@@ -24,7 +24,7 @@ from ...features.update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
-from .modes import Mode, Question, modes_for
+from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
 
 GIB = 2**30
 _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of its remainder
@@ -386,7 +386,7 @@ def _with_what_fits(subject, mode, question):
     def row_with(kept):
         name = f"{mode.name}: {kept} of {every} blocks" if kept else mode.name
         # Blocks that are not kept are gathered again.
-        pace = mode.pace if kept == every else max(mode.pace, round(1.1 + 0.3 * mode.checkpoint, 1))
+        pace = mode.pace if kept == every else max(mode.pace, SHARDED + CHECKPOINTED * mode.checkpoint)
         numbered = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
         return row_of(subject, numbered, question)._replace(lines=_lines_of(subject, mode))
 
