@@ -24,6 +24,7 @@ parser.add_argument("--tiny", action="store_true", help="train a small model tha
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-3)
 parser.add_argument("--rank", type=int, default=8, help="the rank of the adapters")
+parser.add_argument("--micro-batch", type=int, default=4, help="texts on each GPU")
 parser.add_argument("--length", type=int, default=1024, help="the most tokens of a text")
 parser.add_argument("--shard", action="store_true", help="keep a part of the frozen parameters on each GPU")
 parser.add_argument("--local_rank", type=int)  # given by the launcher
@@ -52,7 +53,7 @@ training = SFTConfig(
     bf16=torch.cuda.is_available(),
     learning_rate=args.lr,
     num_train_epochs=args.epochs,
-    per_device_train_batch_size=4,
+    per_device_train_batch_size=args.micro_batch,
     max_length=args.length,
     logging_steps=1,
     save_strategy="no",

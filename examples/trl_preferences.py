@@ -22,6 +22,7 @@ parser.add_argument("--tiny", action="store_true", help="train a small model tha
 parser.add_argument("--method", choices=["dpo", "grpo"], default="dpo")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-5)
+parser.add_argument("--micro-batch", type=int, default=4, help="rows on each GPU; with DPO a row is two sequences")
 parser.add_argument("--shard", action="store_true", help="keep a part of the parameters on each GPU")
 parser.add_argument("--local_rank", type=int)  # given by the launcher
 args = parser.parse_args()
@@ -49,7 +50,7 @@ arguments = {
     "bf16": torch.cuda.is_available(),
     "learning_rate": args.lr,
     "num_train_epochs": args.epochs,
-    "per_device_train_batch_size": 4,
+    "per_device_train_batch_size": args.micro_batch,
     "beta": 0.1,  # above 0, both methods compare with a reference model, which the trainer loads
     "logging_steps": 1,
     "save_strategy": "no",

@@ -39,12 +39,12 @@ RUNS = {
     "hf_trainer": f"hf_trainer.py {ONE_EPOCH}",
     "accelerate_loop": f"accelerate_loop.py {ONE_EPOCH}",
     "trl_lora": f"trl_lora.py {ONE_EPOCH}",
-    "lora_70b": f"trl_lora.py {ONE_EPOCH} --shard",
+    "lora_70b": f"trl_lora.py {ONE_EPOCH} --micro-batch 4 --shard",
     "pretraining": "finetune.py --lr 1e-2 --from-scratch --pack --length 128 --accumulation 2 --budget 0.5",
     "packing": "finetune.py --lr 1e-2 --pack --length 128 --micro-batch 1",
     "experts": "finetune.py --lr 1e-2 --experts --shard --remainders --checkpoint",
     "dpo": "trl_preferences.py --epochs 1 --lr 1e-2 --method dpo",
-    "grpo": "trl_preferences.py --epochs 1 --lr 1e-3 --method grpo --shard",
+    "grpo": "trl_preferences.py --epochs 1 --lr 1e-3 --method grpo --micro-batch 4 --shard",
     "long_sequences": f"long_sequences.py {ONE_EPOCH}",
 }
 # What of a run's losses is expected to fall: losses of rewards need not.
