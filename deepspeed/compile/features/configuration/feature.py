@@ -5,6 +5,7 @@
 from typing import Iterator
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from . import experts
 from .ignored import ignored
 from .refused import refused
 from .refused_calls import refused_calls
@@ -16,6 +17,7 @@ class UnsupportedOptions(Feature):
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         yield from refused(request)
+        yield from experts.refusals(request)
         if request.is_call:
             yield from refused_calls(request)
 

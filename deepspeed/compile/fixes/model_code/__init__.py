@@ -7,4 +7,4 @@ file, and its lines in ``feature.py``.
 """
 
 # Parts without which this one does not work.
-NEEDS = ("features.blocks",)
+NEEDS = ("features.configuration", "features.blocks")
