@@ -2,13 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fixes of models' code, for one engine."""
 
+from typing import Iterator
+
 from ...features.blocks.feature import Blocks
-from ...zero_1_and_2.feature import Feature, SetUpContext
-from . import dora, exchanges, key_value_cache, liger
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from . import dora, eager_experts, exchanges, key_value_cache, liger
 
 
 class ModelCode(Feature):
     """Mends the code of an engine's model. What it does to classes of libraries stays until the process ends."""
+
+    @classmethod
+    def warnings(cls, request: Request) -> Iterator[str]:
+        yield from eager_experts.advice(request.engine.module)
 
     def __init__(self, context: SetUpContext):
         dora.trace_unquantized_weights()
