@@ -136,16 +136,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                          int64_t bucket_numel,
                          int64_t send_numel,
                          bool overlap,
+                         bool hold_on_cpu,
                          bool synchronize_before,
                          bool synchronize_after) {
                  return Reducer::make(deepcompile::Options{
-                     identity, bucket_numel, send_numel, overlap, synchronize_before, synchronize_after});
+                     identity, bucket_numel, send_numel, overlap, hold_on_cpu, synchronize_before, synchronize_after});
              }),
              py::kw_only(),
              py::arg("identity"),
              py::arg("bucket_numel"),
              py::arg("send_numel"),
              py::arg("overlap"),
+             py::arg("hold_on_cpu") = false,
              py::arg("synchronize_before"),
              py::arg("synchronize_after"))
         .def("add_group", &Reducer::add_group, unlocked())

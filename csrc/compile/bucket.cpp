@@ -332,18 +332,19 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     const int64_t limit = options_.bucket_numel * element_size;
     const int64_t bytes = gradient.numel() * element_size;
-    if (in_flight_ && in_flight_->bytes() - in_flight_->largest() + filling_->bytes() + bytes > limit) { drain(); }
+    if (launched_bytes_ > 0 && launched_bytes_ - launched_largest_ + filling_->bytes() + bytes > limit) { drain(); }
     filling_->add(record, gradient, donated);
     // Before a bucket is sent, the stream waits for the bucket in flight. If that is a long one, such as an
     // embedding's, gather more first: computing half as many bytes of gradients takes longer than sending the bucket
     // in flight.
-    const int64_t ahead = in_flight_ ? in_flight_->bytes() / 2 : 0;
+    const int64_t ahead = launched_bytes_ / 2;
     const int64_t enough = std::max(options_.send_numel * element_size, ahead);
     if (filling_->bytes() >= std::min((limit + 1) / 2, enough)) { launch(); }
 }
 
 void BucketQueue::begin_backward()
 {
+    holds_ = options_.hold_on_cpu && streams_.on_cpu();
     if (!groups_.empty()) { launches_before_ = launches_over(*largest(groups_).process_group, 0); }
 }
 
@@ -352,26 +353,53 @@ void BucketQueue::launch()
     if (filling_->empty()) { return; }
     // Only one bucket at a time is in flight. When the stream has waited for it, its memory is free for the next one.
     drain();
+    if (options_.overlap && !options_.synchronize_after) {
+        launched_bytes_ = filling_->bytes();
+        launched_largest_ = filling_->largest();
+    }
+    held_.push_back(std::exchange(filling_, empty_bucket()));
+    if (!holds_) { send_first(); }
+}
+
+void BucketQueue::send_held()
+{
+    holds_ = false;
+    while (!held_.empty()) {
+        await_in_flight();
+        send_first();
+    }
+}
+
+void BucketQueue::send_first()
+{
     RECORD_USER_SCOPE("deepcompile::launch");
     if (options_.synchronize_before) { streams_.synchronize_device(); }
+    auto& bucket = *held_.front();
     const auto& group = largest(groups_);
     const int64_t launches = launches_over(*group.process_group, 1);
-    agreement_.add_bucket(filling_->fingerprint(), launches - 1 - launches_before_);
+    agreement_.add_bucket(bucket.fingerprint(), launches - 1 - launches_before_);
     launches_before_ = launches;
     if (streams_.on_cpu() && group.world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks first compare their fingerprints. The host
         // waits for that, as it does for gloo's reductions anyway.
-        agreement_.compare(group, filling_->purpose());
+        agreement_.compare(group, bucket.purpose());
     }
-    filling_->send(groups_);
+    bucket.send(groups_);
     ++counters_.buckets_sent;
-    in_flight_ = std::exchange(filling_, empty_bucket());
+    in_flight_ = std::move(held_.front());
+    held_.pop_front();
     if (group.host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
-    if (!options_.overlap || options_.synchronize_after) { drain(); }
+    if (!options_.overlap || options_.synchronize_after) { await_in_flight(); }
     if (options_.synchronize_after) { streams_.synchronize_device(); }
 }
 
 void BucketQueue::drain()
+{
+    launched_bytes_ = launched_largest_ = 0;
+    await_in_flight();
+}
+
+void BucketQueue::await_in_flight()
 {
     if (!in_flight_) { return; }
     // Taken out first: if this raises, nothing of the bucket is left.
@@ -388,9 +416,11 @@ void BucketQueue::abandon()
 {
     if (in_flight_) { in_flight_->wait_on_device(); }
     in_flight_.reset();
-    // The bucket that is being filled holds works too, if sending it failed half way.
-    filling_->wait_on_device();
+    // If sending a bucket failed half way, it holds works too.
+    for (auto& bucket : held_) { bucket->wait_on_device(); }
+    held_.clear();
     filling_ = empty_bucket();
+    launched_bytes_ = launched_largest_ = 0;
 }
 
 // 3. Bound.

@@ -293,8 +293,9 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
     const auto caller = streams_.current();
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();
+    if (reduces && !in_backward()) { begin_turns(); }
+    buckets_.send_held();
     if (reduces) {
-        if (!in_backward()) { begin_turns(); }
         // If no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
         // `parameter.grad`.
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter, dropped); }

@@ -95,6 +95,7 @@ struct Options {
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
     int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
+    bool hold_on_cpu;         ///< on a CPU, send nothing before the backward has run; see BucketQueue
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
@@ -385,6 +386,10 @@ private:
 };
 
 /// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
+///
+/// With `hold_on_cpu`, full buckets wait for the end of the backward. On a CPU a rank that sends a bucket waits for the
+/// other ranks. If these wait meanwhile for this rank in another process group, for which the backward has not come far
+/// enough, no rank goes on. Which gradients are in which bucket does not depend on that.
 class BucketQueue {
 public:
     BucketQueue(const Options& options,
@@ -404,18 +409,22 @@ public:
     {
         return filling_->add_to_earlier(record, gradient);
     }
-    /// Drains the bucket in flight, and sends the one that is being filled.
+    /// Drains the bucket in flight, and sends the one that is being filled, or holds it.
     void launch();
     /// Waits for the bucket in flight, binds the pieces that this rank owns and drops the rest.
     void drain();
-    /// Drops both buckets.
+    /// Drops all buckets.
     void abandon();
     /// From now on, buckets that other reducers of this process send over the same process group count.
     void begin_backward();
-    bool empty() const { return filling_->empty() && !in_flight_; }
+    /// Called when the backward has run: sends the buckets that were held, and holds none from now on.
+    void send_held();
+    bool empty() const { return filling_->empty() && held_.empty() && !in_flight_; }
 
 private:
     std::unique_ptr<Bucket> empty_bucket() const { return std::make_unique<Bucket>(options_, streams_, counters_); }
+    void send_first();
+    void await_in_flight();
 
     const Options& options_;
     const std::deque<PartitionGroup>& groups_;
@@ -423,8 +432,14 @@ private:
     Agreement& agreement_;
     Counters& counters_;
     std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
+    std::deque<std::unique_ptr<Bucket>> held_;          ///< launched, and not sent yet
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
-    int64_t launches_before_ = 0;                       ///< `launches_over()` when this reducer last sent a bucket
+    bool holds_ = false;                                ///< whether buckets that are launched are held
+    /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some
+    /// hold a bucket that others send, fill the same buckets.
+    int64_t launched_bytes_ = 0;
+    int64_t launched_largest_ = 0;
+    int64_t launches_before_ = 0;  ///< `launches_over()` when this reducer last sent a bucket
 };
 
 // 3. Bound: averaged gradients at their owner. (bucket.cpp)

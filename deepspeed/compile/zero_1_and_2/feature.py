@@ -181,6 +181,8 @@ class Feature:
     gather: Optional["AllGather"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
+    # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
+    meets_in_backward = False
     # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 

@@ -22,6 +22,7 @@ from deepspeed.compile.features.shard_parameters.private_torch import (
     become,
     call_after_backward,
     change_class,
+    holders_of,
     in_backward,
     saving_hooks,
     takes_saving_hooks,
@@ -89,6 +90,22 @@ def test_a_storage_says_how_many_have_it(takes):
     assert users_of(storage) == 2 or (users_of(storage) > 1 and takes is torch.Tensor.numpy)
     del taken
     assert users_of(storage) == 1
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_tensor_says_how_many_keep_it(trains):
+    """Memory would be given back that autograd has saved without a view of it, or never."""
+    parameter, other = Parameter(torch.ones(1), requires_grad=trains), torch.ones(1, requires_grad=True)
+    # The node that accumulates the gradient keeps the parameter too, and the reducer keeps the node.
+    node = parameter.view_as(parameter).grad_fn
+    before, users = holders_of(parameter), users_of(parameter.untyped_storage())
+    another_variable = parameter
+    assert holders_of(another_variable) == before
+    product = parameter * other
+    assert holders_of(parameter) > before and users_of(parameter.untyped_storage()) == users
+    product.sum().backward()
+    del product
+    assert holders_of(parameter) == before and (node is None) != trains
 
 
 def test_views_find_memory_again():

@@ -152,3 +152,26 @@ def test_a_hook_on_one_rank_alone(ranks, order, rank, hook, bucket, hooked, chec
         compare_hooked, order, rank, hook, hooked, bucket=bucket, checkpointed=checkpointed
     ):
         assert all(equal) and at_rest >= 4
+
+
+def compare_uncompiled(order, rank, uncompiled, **case):
+    """One rank computes the blocks in code that is not compiled, from step 1 on."""
+
+    def on_one_rank(step, parameter):
+        eager = step == uncompiled and dist.get_rank() == rank
+        torch.compiler.set_stance("force_eager" if eager else "default")
+
+    try:
+        return compare("all", order, before=on_one_rank, stage=2, **case)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@pytest.mark.table
+@vary("order", ["0120", *(pytest.param(each, marks=SLOW) for each in ("00123", "0102030"))])
+@vary("rank", [0, 1])
+@vary("bucket", [40, *(pytest.param(each, marks=SLOW) for each in (1, 150))])
+def test_a_rank_that_runs_uncompiled(ranks, order, rank, bucket):
+    """That rank gets one gradient where graphs give others two. It would wait for a block, and others for the sum."""
+    for equal, at_rest in ranks(2).run(compare_uncompiled, order, rank, 1, bucket=bucket, timeout=100):
+        assert all(equal) and at_rest >= 4

@@ -70,7 +70,8 @@ class GathersInBackward(_NextClass):
         super().backward_prologue()
 
     def backward_epilogue(self, *args, **kwargs) -> None:
-        # Before this rank waits for gradients of other ranks, which may wait for collectives of this backward.
+        # Before this rank waits for gradients of other ranks, which may wait for collectives of this backward. None of
+        # them waits for gradients of this rank there: the reducer holds these until now (`meets_in_backward`).
         self._deepcompile.find(ShardParameters).sharded.passes.finish_backward()
         super().backward_epilogue(*args, **kwargs)
 
@@ -121,6 +122,7 @@ class ShardParameters(Feature):
             blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
+    meets_in_backward = True
     optimizer_mixins = (GathersInBackward,)
 
     @property

@@ -72,6 +72,15 @@ def apply_to_tensors(module: Module, function: Callable[[torch.Tensor], torch.Te
     module._apply(function)
 
 
+def holders_of(tensor: torch.Tensor) -> int:
+    """Counts what keeps a tensor, where all variables of Python count as one: autograd and torch's C++ objects.
+
+    Outside of hooks autograd saves a leaf itself, and not a view of its memory, so :func:`users_of` does not count it.
+    Torch uses this count itself, for ``swap_tensors()``.
+    """
+    return tensor._use_count()
+
+
 # Storages ----------------------------------------------------------------------------------------------------------
 
 

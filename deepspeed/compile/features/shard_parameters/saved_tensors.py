@@ -4,7 +4,8 @@
 
 Autograd saves a handle in place of a tensor in a unit's memory. A backward that reads the tensor turns the handle into
 a tensor again, and the unit is gathered then. So a backward finds the parameters whole whatever way the backward came,
-and no saved tensor keeps the memory of a unit.
+and no saved tensor keeps the memory of a unit. What autograd saves outside of the engine's passes has no handle if the
+unit happens to be whole, and keeps the unit's memory (``unit_memory.py``).
 """
 
 import contextlib

@@ -172,6 +172,7 @@ class Unit:
             self.is_gathered = True
             self._readers = [stream]
             self.memory.note_versions()
+            self.memory.note_holders()
         elif stream in self._readers:
             return
         else:

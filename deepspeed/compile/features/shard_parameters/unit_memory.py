@@ -4,11 +4,14 @@
 
 When the unit is resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay
 as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory stays as it
-is, and the values there remain those of the parameters.
+is, and the values there remain those of the parameters. So it does if autograd has saved a parameter itself: code that
+reads whole parameters outside of the engine's passes, such as a penalty between a forward and its backward, has no
+hooks of saved tensors, and the backward would read memory that was given back.
 """
 
 import bisect
 import itertools
+import operator
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -21,7 +24,7 @@ from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.messages import warn
 from .partitions import TrainedPart, aligned
 from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
-from .private_torch import address_of, users_of, version_of, without_torch_function
+from .private_torch import address_of, holders_of, users_of, version_of, without_torch_function
 
 ANOTHER_KIND_OF_TRAINED = (
     "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
@@ -46,8 +49,8 @@ class UnitMemory:
         nbytes, frozen_bytes: of the whole unit, and of frozen parameters, which lie first, with padding.
         buffer, share: all, and this rank's part of frozen parameters, 1-D and of bytes. None before :meth:`take_in`.
         trained_part: what says where trained parameters lie, or None.
-        is_lent: whether others had views of the memory when the unit was resharded. The memory holds the parameters'
-            values then, and those who have it may change these.
+        is_lent: whether others had the memory when the unit was resharded: views of it, or a parameter that autograd
+            has saved. The memory holds the parameters' values then, and those who have it may change these.
     """
 
     def __init__(
@@ -75,8 +78,13 @@ class UnitMemory:
         if self.trained_part:
             self._slots.update({slot.name: [slot] for slot in self.trained_part.slots})
             self.nbytes = aligned(self.trained_part.end)
-        in_buffer = (slot for slot in self.slots() if slot.shard is None)
+        in_buffer = [slot for slot in self.slots() if slot.shard is None]
         self._in_buffer = sorted(in_buffer, key=begin_of)
+        # What autograd may save that lies in the buffer: parameters, and tensors inside those of a subclass.
+        both = ((id(held), held) for slot in in_buffer for held in (slot.tensor, self._parameters[slot.name]))
+        self._savable: List[torch.Tensor] = [*dict(both).values()]
+        # How often each of these was kept before anyone could read it.
+        self._holders: List[int] = []
         self.share: Any = None
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
@@ -130,6 +138,7 @@ class UnitMemory:
                 slot.tensor.data = slot.memory_in(self.buffer)
             else:
                 slot.move_into(self.buffer)
+        self.note_holders()
         return any(not self.trains(name) for name in from_host)
 
     def _set_buffer(self, buffer):
@@ -155,10 +164,10 @@ class UnitMemory:
             self.buffer.record_stream(stream)
 
     def free(self) -> None:
-        """Frees the memory, which nobody writes now, unless others have views of it."""
+        """Frees the memory, which nobody writes now, unless others have views of it, or autograd a parameter."""
         if not self.buffer.untyped_storage().nbytes():
             return
-        was_lent, self.is_lent = self.is_lent, self.others_have_views()
+        was_lent, self.is_lent = self.is_lent, self.others_have_views() or self._are_saved()
         if self.is_lent:
             return
         if was_lent:
@@ -171,6 +180,19 @@ class UnitMemory:
         ours = 1 + sum(slot.shard is None for slot in self.slots()) + len(self._aliases)
         storage = self.buffer.untyped_storage()
         return users_of(storage) > ours
+
+    def note_holders(self) -> None:
+        """Called when the parameters can be read from now on, so that :meth:`free` can tell what autograd saves."""
+        if not self.is_lent:
+            self._holders = self._count_holders()
+
+    def _are_saved(self):
+        """Whether autograd has saved a parameter since :meth:`note_holders`, and not a handle in its place."""
+        return any(map(operator.gt, self._count_holders(), self._holders))
+
+    def _count_holders(self):
+        with without_torch_function():
+            return [holders_of(tensor) for tensor in self._savable]
 
     def _give_back(self):
         storage = self.buffer.untyped_storage()

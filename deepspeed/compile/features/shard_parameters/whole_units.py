@@ -35,8 +35,8 @@ from .unit import Unit
 MOST_GATHERED = 2
 LENT = (
     "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
-    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
-    "sharded by compile.shard_parameters"
+    "their memory, such as a state dict, a tensor that a forward has kept, or a penalty of parameters whose backward "
+    "has not run; drop it, or clone() it, to have them sharded by compile.shard_parameters"
 )
 STAYS_WHOLE = (
     "compiled code reads a parameter outside of its block's call, where nothing could gather it before, so what is "

@@ -121,6 +121,7 @@ def make_reducer(request: Request, identity: int) -> Reducer:
         overlap=overlaps_reduction(request),
         synchronize_before=request.options.sync_before_reduce,
         synchronize_after=request.options.sync_after_reduce,
+        hold_on_cpu=any(cls.meets_in_backward for cls in classes() if cls.is_wanted(request)),
     )
 
 

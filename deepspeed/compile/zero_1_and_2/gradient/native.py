@@ -30,6 +30,7 @@ class Reducer(Protocol):
         bucket_numel: int,
         send_numel: int,
         overlap: bool,
+        hold_on_cpu: bool = ...,
         synchronize_before: bool,
         synchronize_after: bool,
     ): ...
