@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.shard_parameters import sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import outside, sharded_blocks, unsharded_parameters
 from deepspeed.compile.features.update.dynamic_map import BLOCK
 from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
@@ -214,14 +214,29 @@ def train(recipe, deepcompile=True):
         engine.destroy()
 
 
+class Hooked(outside.OutsideUnits):
+    """Has the hooks of large parameters outside of blocks, but no units of them."""
+
+    def __init__(self, whole, module, blocks, units, reach):
+        super().__init__(whole, module, blocks, units, reach)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        holders = outside._holders(module, blocks)
+        for parameter in outside.large_outside(trained, module, blocks) if blocks else ():
+            for holder in holders[id(parameter)]:
+                hook = outside._outside_graphs(lambda: None)
+                self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
+
+
 def train_whole(recipe):
     """Trains with whole parameters, in the graphs that there are with sharded ones.
 
-    Sharding cuts graphs at blocks also where a model calls its blocks itself, or where compiled code calls them. Other
-    graphs add the gradients of a tensor that several operators read in another order.
+    Sharding cuts graphs at blocks also where a model calls its blocks itself, or where compiled code calls them. If
+    code that is not compiled calls a module with a hook, Dynamo compiles the call by itself, and a graph gives the
+    module's gradients. Other graphs add the gradients of a tensor that several operators read in another order.
     """
     none = mock.patch.object(sharded_blocks, "frozen_of_blocks", lambda module, blocks, trained: [[]] * len(blocks))
-    with none:
+    hooked = Hooked if recipe.shards_trained else outside.OutsideUnits
+    with none, mock.patch.object(sharded_blocks, "OutsideUnits", hooked):
         return train(dataclasses.replace(recipe, shards_trained=False, shards=True))
 
 
@@ -762,6 +777,15 @@ def test_a_dropped_forward_changes_parameters_until_the_step(ranks, again):
     recipe = Recipe(pieces, regional=True, shards=True, shards_trained=True, changes_parameters=True, steps=2, **again)
     # On a single rank nothing is sharded.
     check_precise(ranks(2).run, recipe, ranks(2).run(train, recipe))
+
+
+def test_whole_parameters_train_in_the_graphs_of_sharded_ones(ranks):
+    """A tied embedding that uncompiled code calls would give other bits, though neither side is wrong."""
+    recipe = Recipe((Piece("block", repeats=2, breaks=True),), tied=True, bucket=10**6, losses=2, together=True)
+    sharding = {"regional": True, "shards": True, "shards_trained": True}
+    recipe = dataclasses.replace(recipe, stage=2, dtype="fp16", steps=1, **sharding)
+    sharded, whole = (ranks(2).run(function, recipe) for function in (train, train_whole))
+    assert [one.sums for one in sharded] == [other.sums for other in whole]
 
 
 @pytest.mark.slow
