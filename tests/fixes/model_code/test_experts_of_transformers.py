@@ -78,7 +78,7 @@ def test_each_implementation_trains_as_without_deepcompile(ranks, name, implemen
 
 
 @pytest.mark.quick
-@pytest.mark.follows(ADVICE)
+@pytest.mark.follows("call model.set_experts_implementation")
 def test_advice():
     """Who took the slow implementation, perhaps from an older configuration, would not learn of the fast one."""
     model = ARCHITECTURES["Qwen3Moe"].make()
