@@ -70,11 +70,14 @@ def test_each_implementation_trains_as_without_deepcompile(ranks, name, implemen
     for off, on in found:
         losses, compiled, _ = on
         assert losses == pytest.approx(off[0], abs=1e-5)
-        # A loop over experts takes one token otherwise than several.
-        assert compiled[0] == compiled[-1] or implementation == "eager", "another routing was compiled anew"
+        if implementation != "eager":
+            # A loop over experts takes one token otherwise than several. Torch 2.11 compiles once more, a whole model
+            # whose layers differ.
+            again = compiled[-1][0] - compiled[0][0]
+            assert again <= (name == "DeepseekV3" and torch.__version__ < "2.13"), "another routing was compiled anew"
+            assert compiled[-1][1] == 0, "Dynamo left a block"
     # The first rank warns.
-    _, compiled, advised = found[0][1]
-    assert advised == (compiled[0][1] > 0)
+    assert found[0][1][2] == (implementation == "eager")
 
 
 @pytest.mark.quick
