@@ -327,8 +327,8 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
         return;
     }
     if (filling_->add_to_earlier(record, gradient)) { return; }
-    // Pending bytes stay within `reduce_bucket_size` plus the largest gradient in flight. Every rank sees the same
-    // sizes in the same order, so every rank sends the same buckets.
+    // Pending bytes stay within `reduce_bucket_size` plus the largest gradient in flight, unless buckets are held. Every
+    // rank sees the same sizes in the same order, so every rank sends the same buckets.
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     const int64_t limit = options_.bucket_numel * element_size;
     const int64_t bytes = gradient.numel() * element_size;

@@ -92,7 +92,7 @@ namespace deepcompile {
 /// How a Reducer behaves. The values come from `ds_config` and never change while the Reducer exists.
 struct Options {
     int64_t identity;         ///< the engine's number: the same on every rank, and unique within a process
-    int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
+    int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once, unless buckets are held
     int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
     bool hold_on_cpu;         ///< on a CPU, send nothing before the backward has run; see BucketQueue

@@ -18,8 +18,9 @@ from support.training import compile_backend, device, engine_by_configuration
 ADVICE = 'call model.set_experts_implementation("grouped_mm")'
 NAMES = ("Mixtral", "Qwen3Moe", "Qwen3Next", "GptOss", "DeepseekV3", "Glm4Moe", "Olmoe")
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-# One torch's own aot_eager cannot run, and the other's experts have one implementation.
+# Torch's own aot_eager cannot run this one.
 BACKENDS = {"Qwen3Next": "inductor"}
+# Its experts have one implementation.
 WITH_ONE = "Llama4Text"
 STEPS = 4
 

@@ -218,7 +218,7 @@ class Passes:
         """Called when a backward of the engine begins. Ranks compare that all begin one.
 
         Otherwise a rank that runs a backward and one that runs a forward might wait for each other until the time-out:
-        a rank on a CPU waits for gradients, in another process group, before it gathers.
+        a rank waits for gradients, in another process group, at the end of its backward.
         """
         if not self._has_begun:
             self._has_begun = True

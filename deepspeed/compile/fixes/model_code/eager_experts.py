@@ -24,6 +24,6 @@ def advice(module: Module) -> Iterator[str]:
 
 
 def _runs_one_after_the_other(module):
-    # Classes of experts whose implementation can be chosen have this attribute. Models have the configuration, too.
+    # Classes of experts whose implementation can be chosen have this method. Models have the configuration, too.
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return implementation == "eager" and hasattr(module, "_is_expert_parallel")
+    return implementation == "eager" and hasattr(module, "_apply_gate")
