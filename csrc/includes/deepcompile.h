@@ -31,7 +31,8 @@ pieces, each of which lies in one partition.
                         remaining turns: a turn whose gradient has not come is sent as zeros. Elements that
                         got no gradient on any rank are bound to zeros. When the step is complete, the ranks
                         find out whether one has late gradients. If so, all ranks send their unsent gradients of
-                        those parameters.
+                        those parameters. On a CPU beside sharded parameters, end_backward() sends nothing and
+                        finish_backward() sends everything: see BucketQueue.
   5. Handed over.       Reducer::finish_backward() returns the targets of each group as a HandedOver, and goes on
                         holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
                         `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.

@@ -220,11 +220,8 @@ class Hooked(outside.OutsideUnits):
     def __init__(self, whole, module, blocks, units, reach):
         super().__init__(whole, module, blocks, units, reach)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        holders = outside._holders(module, blocks)
-        for parameter in outside.large_outside(trained, module, blocks) if blocks else ():
-            for holder in holders[id(parameter)]:
-                hook = outside._outside_graphs(lambda: None)
-                self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
+        large = outside.large_outside(trained, module, blocks) if blocks else ()
+        self.gather_at_calls(module, blocks, dict.fromkeys(large, lambda: None))
 
 
 def train_whole(recipe):

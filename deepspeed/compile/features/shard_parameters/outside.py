@@ -17,10 +17,11 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Callable, Dict, Iterable, Iterator, List, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Set, Tuple
 
 import torch
 from torch.nn import Embedding, Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.hooks import Hook
@@ -131,11 +132,18 @@ class OutsideUnits:
         self._have_blocks_run = False
         # Units of blocks that code around the modules that call blocks has read in the forward that is under way.
         self._of_blocks: Set[Unit] = set()
-        self._hooks = []
+        self._hooks: List[RemovableHandle] = []
+        gathers = {parameter: functools.partial(self.gather, unit) for parameter, unit in units.items()}
+        self.gather_at_calls(module, blocks, gathers)
+
+    def gather_at_calls(
+        self, module: Module, blocks: List[Module], gathers: Mapping[Parameter, Callable[[], None]]
+    ) -> None:
+        """Calls a function for a parameter before each call of a module outside of blocks that holds it."""
         holders = _holders(module, blocks)
-        for parameter, unit in units.items():
+        for parameter, gather in gathers.items():
             for holder in holders[id(parameter)]:
-                hook = _outside_graphs(functools.partial(self.gather, unit))
+                hook = _outside_graphs(gather)
                 self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
 
     @property
