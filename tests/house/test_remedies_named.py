@@ -49,7 +49,7 @@ ADVISES_NOTHING = (
     "DeepSpeed waits for another process, which builds native code in {}",
     "cannot be built; this machine lacks {}",
     "not built; the first training builds it, which may take a minute",
-    "tested with {}; the installed {} is {}",
+    "tested with {}; the installed {} {}",
     # What goes into another text, or has one at its end that advises.
     "so rank {} goes on without compiled code: {}. {}",
     "DeepCompile compiled one frame more than {} times: {}. {}",

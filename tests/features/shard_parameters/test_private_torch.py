@@ -6,7 +6,6 @@ Without that, training would read memory that was given back, or ranks would wai
 """
 
 import weakref
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.distributed import distributed_c10d
 from torch.nn import Parameter
 
-from deepspeed.compile.features.shard_parameters import private_torch
 from deepspeed.compile.features.shard_parameters.private_torch import (
     address_of,
     apply_to_tensors,
@@ -164,13 +162,3 @@ def test_dynamo_takes_an_error_as_a_reason_to_trace_again():
     """A program would end with that error."""
     error = trace_again("asked")
     assert isinstance(error, torch._dynamo.exc.RestartAnalysis) and error.restart_reason == "asked"
-
-
-@pytest.mark.parametrize(
-    "version, warns", [("2.11.0", False), ("2.15.1+cpu", False), ("2.16.0.dev20270101", True), ("3.0.0", True)]
-)
-def test_a_newer_torch_is_warned_of(version, warns):
-    """A release that nobody has tried would be taken for one that was tested."""
-    with mock.patch.object(torch, "__version__", version):
-        said = [*private_torch.newer()]
-    assert said == [private_torch.NEWER.format("2.15", version)] * warns

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, private_torch, unit_memory, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -213,20 +213,6 @@ def beside_overlapped_gathers(folder):
     return said, losses[1] < losses[0]
 
 
-def with_a_newer_torch(folder):
-    """A torch that is newer than the tested ones is warned of, and trains as without the option."""
-    losses = []
-    with mock.patch.object(private_torch, "NEWEST", (2, 0)), warnings_logged() as lines:
-        for shards in ("frozen", None):
-            module, engine = make(shards)
-            losses.append([trained_on(engine, module)[0] for _ in range(2)])
-            with unsharded_parameters(engine):
-                engine.destroy()
-    # Rank 0 says it for all.
-    said = [line for line in lines if "does not promise" in line] if dist.get_rank() == 0 else [private_torch.NEWER]
-    return said, len(said) == 1 and all(map(torch.equal, *losses))
-
-
 def taken_as_torch_does(folder):
     """Torch's functions for checkpoints take the parameters at rest, of the model and of its inner module."""
     module, engine = make("all")
@@ -256,7 +242,6 @@ REMEDIES = {
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
-    with_a_newer_torch: "; compare the first losses with those of a run without it",
 }
 
 
@@ -272,7 +257,6 @@ REMEDIES = {
     "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
     "cannot move it to the host; name other states in include=[...]",
     "and compile.shard_parameters='all' a part of them; leave one of them out",
-    "compare the first losses with those of a run without it",
 )
 @vary("remedy", [function.__name__ for function in REMEDIES])
 def test_what_messages_advise(ranks, tmp_path, remedy):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``ds_report`` says of the fork, run as a user runs it."""
 
+import itertools
 import os
 import re
 import shutil
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.tools.reports import ds_report
-from deepspeed.compile.tools.reports.untried_torch import untried
+from deepspeed.compile.tools.reports.tested_torch import TESTED, listed, untried
+from deepspeed.compile.zero_1_and_2.engine.options import OLDEST_TORCH
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
@@ -41,11 +43,11 @@ def test_the_report_describes_the_fork(tmp_path, monkeypatch):
     assert lines["fork: will it fit?"].startswith("python -m deepspeed.compile.fits --model ")
     assert lines["fork's native code (dc)"].startswith("not built; the first training builds it")
     release = ".".join(torch.__version__.split(".")[:2])
-    tested = "one" if release in ds_report.TESTED_TORCH else "none"
-    assert lines["fork's torch"].endswith(f"; the installed {release} is {tested} of those")
+    device = get_accelerator().device_name()
+    tested = "was" if release in TESTED[device] else "was not"
+    assert f"; the installed {release} {tested} tested on " in lines["fork's torch"]
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     look_built()
-    device = get_accelerator().device_name()
     assert reported(tmp_path, extensions=tmp_path)["fork's native code (dc)"] == f"built, for {device}"
 
 
@@ -67,18 +69,29 @@ def test_what_a_build_lacks_is_named(tmp_path, monkeypatch):
     )
 
 
+def on_device():
+    return "GPUs" if get_accelerator().device_name() == "cuda" else "CPU"
+
+
 def test_a_torch_that_was_not_tested_is_named(monkeypatch):
     """The report would take a torch for tested that only looks like one that is."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    assert dict(ds_report.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
+    assert dict(ds_report.report())["fork's torch"].endswith(f"; the installed 2.12 was not tested on {on_device()}")
 
 
 @pytest.mark.parametrize(
     "version, device, warns",
-    [("2.11.1+cu130", "cuda", 0), ("2.12.0a0+git", "cuda", 1), ("2.13.0+cpu", "cpu", 0)],
+    [
+        ("2.11.1+cu130", "cuda", 0),
+        ("2.12.0a0+git", "cuda", 1),
+        ("2.15.1+cpu", "cpu", 0),
+        ("2.16.0.dev20270101", "cpu", 1),
+        ("3.0.0", "cpu", 1),
+        ("3.0.0", "xpu", 0),
+    ],
 )
-def test_a_torch_that_no_gpu_has_seen_is_warned_of(version, device, warns):
-    """Training on GPUs would begin with an untried torch, and nothing would say so."""
+def test_a_newer_torch_is_warned_of(version, device, warns):
+    """Training would begin with a torch that was tested on CPU alone, or not at all, and nothing would say so."""
     assert len([*untried(version, device)]) == warns
 
 
@@ -104,6 +117,17 @@ def test_losses_of_an_untried_torch_can_be_compared(ranks):
 
 
 def test_the_releases_of_torch_are_those_of_the_documentation():
-    """A release would be added to the page or to the report alone."""
-    page = (ROOT / "docs" / "internals" / "verification.md").read_text()
-    assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*ds_report.TESTED_TORCH}
+    """A release would be added to a page, to the Makefile or to the report alone."""
+    cpu, gpus = (listed(TESTED[device]) for device in ("cpu", "cuda"))
+    pages = {
+        "README.md": f"Tests run on CPU with torch {cpu}, and on up to 4 H100s or H200s of one host with torch {gpus}",
+        "docs/start/install.md": f"Tests ran with torch {gpus} on GPUs and with {cpu} on CPU ",
+        "docs/internals/verification.md": f"and any torch but {gpus}.",
+    }
+    for page, sentence in pages.items():
+        assert sentence in " ".join((ROOT / page).read_text().split()), page
+    page = (ROOT / "docs/internals/verification.md").read_text()
+    assert {*re.findall(r"torch (2\.\d+)\b", page)} == {*itertools.chain(*TESTED.values())}
+    (default,) = re.findall(r"(?m)^TORCH \?= torch==(\d+\.\d+)\.\d+$", (ROOT / "Makefile").read_text())
+    # Those with which the fork is installed and tested by default.
+    assert {OLDEST_TORCH, default} <= {*TESTED["cpu"]}

@@ -19,7 +19,6 @@ from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks
 from .generation import synchronize_generation
 from .keep import STEPS_BEFORE
-from .private_torch import newer
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -90,11 +89,6 @@ class ShardParameters(Feature):
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
             )
-
-    @classmethod
-    def warnings(cls, request: Request) -> Iterator[str]:
-        if cls.is_wanted(request):
-            yield from newer()
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""

@@ -3,30 +3,15 @@
 """What ``compile.shard_parameters`` uses of torch that torch does not promise.
 
 Each function says why no public one serves. ``tests/features/shard_parameters/test_private_torch.py`` shows that each
-does what this part takes for granted, and a torch newer than the tested ones is warned of. What the fork's other parts
-use too is imported where it is used (``torch.utils._pytree``). So is what ``rewrite.py`` uses of torch's compiler,
-because the source of that file is in the keys of torch's caches.
+does what this part takes for granted, and ``tools/reports/`` warns of a torch newer than the tested ones. What the
+fork's other parts use too is imported where it is used (``torch.utils._pytree``). So is what ``rewrite.py`` uses of
+torch's compiler, because the source of that file is in the keys of torch's caches.
 """
 
-from typing import Any, Callable, ContextManager, Iterator, Optional, Tuple, Type
+from typing import Any, Callable, ContextManager, Optional, Tuple, Type
 
 import torch
-from packaging.version import Version
 from torch.nn import Module
-
-# The newest release that was tested.
-NEWEST = (2, 15)
-NEWER = (
-    "compile.shard_parameters builds on functions that torch does not promise, and was tested up to torch {}, not "
-    "with {}; compare the first losses with those of a run without it"
-)
-
-
-def newer() -> Iterator[str]:
-    """Yields a sentence if the installed torch is newer than what was tested."""
-    if Version(torch.__version__).release[:2] > NEWEST:
-        yield NEWER.format(".".join(map(str, NEWEST)), torch.__version__)
-
 
 # Tensors -----------------------------------------------------------------------------------------------------------
 

@@ -6,10 +6,7 @@ from typing import List, Tuple
 
 import torch
 
-# The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/internals/verification.md says which
-# tests.
-NEWEST_ON_GPUS = "2.11"
-TESTED_TORCH = (NEWEST_ON_GPUS, "2.13")
+from .tested_torch import TESTED, name_of, tested
 
 
 def report() -> List[Tuple[str, str]]:
@@ -20,10 +17,11 @@ def report() -> List[Tuple[str, str]]:
 
     base = deepspeed.__version__.partition("+")[0]
     release = ".".join(torch.__version__.split(".")[:2])
-    tested = "one of those" if release in TESTED_TORCH else "none of those"
+    device = get_accelerator().device_name()
+    was_tested = f"was {'' if release in TESTED.get(device, ()) else 'not '}tested on {name_of(device)}"
     builder = DeepCompileBuilder()
     if builder.is_built():
-        built = f"built, for {get_accelerator().device_name()}"
+        built = f"built, for {device}"
     elif lacking := builder.lacking():
         built = f"cannot be built; this machine lacks {lacking}"
     else:
@@ -31,5 +29,5 @@ def report() -> List[Tuple[str, str]]:
     return [
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),
-        ("fork's torch", f"tested with {', '.join(TESTED_TORCH)}; the installed {release} is {tested}"),
+        ("fork's torch", f"tested with {tested()}; the installed {release} {was_tested}"),
     ]

@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .monitors import without_effect, write_counters
 from .progress import Progress
-from .untried_torch import untried
+from .tested_torch import untried
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
