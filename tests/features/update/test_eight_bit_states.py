@@ -386,7 +386,7 @@ def test_other_entries_of_a_state_are_no_states_in_8_bits():
 
 
 @pytest.mark.follows(
-    "load them with the edition, the number of ranks and the settings with which they were saved",
+    "load them with the release of this fork, the number of ranks and the settings with which they were saved",
     "load them with the number of ranks and the settings with which they were saved",
 )
 @vary("by_caller", [False, True])

@@ -123,7 +123,7 @@ def _refuse_other_forms(states, offset):
     if form is not None and form != expected and is_blockwise(states):
         raise ValueError(
             f"8-bit optimizer states were loaded of the form {form}, where {expected} is needed; load them with the "
-            "edition, the number of ranks and the settings with which they were saved"
+            "release of this fork, the number of ranks and the settings with which they were saved"
         )
 
 
