@@ -30,7 +30,7 @@ at::Tensor readable(const at::Tensor& registrations)
     return registrations.is_cpu() ? registrations : registrations.cpu();
 }
 
-void reduce(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
+void reduce(const at::Tensor& gradient, const at::Tensor& registrations, int64_t position, bool donated)
 {
     const auto numbers = readable(registrations);
     const auto* number = numbers.const_data_ptr<int64_t>();
@@ -44,12 +44,12 @@ void reduce(const at::Tensor& gradient, const at::Tensor& registrations, int64_t
     // this operator returns. The graph knows tensors, not storages: an operator may have produced several tensors in
     // one storage, and then one of them cannot be donated alone.
     donated = donated && gradient.storage().use_count() == 1;
-    reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, donated);
+    reducer->reduce(static_cast<size_t>(number[position]), gradient, Route::graph, donated);
 }
 
-at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
+at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t position, bool donated)
 {
-    reduce(gradient, registrations, slot, donated);
+    reduce(gradient, registrations, position, donated);
     return at::empty({0}, gradient.options());
 }
 
@@ -60,13 +60,13 @@ PyObject* reduce_grad_directly(PyObject*, PyObject* const* arguments, Py_ssize_t
     HANDLE_TH_ERRORS
     const auto& gradient = THPVariable_Unpack(arguments[0]);
     const auto& registrations = THPVariable_Unpack(arguments[1]);
-    const int64_t slot = THPUtils_unpackLong(arguments[2]);
+    const int64_t position = THPUtils_unpackLong(arguments[2]);
     const bool donated = arguments[3] == Py_True;
     {
         const py::gil_scoped_release unlocked;
         RECORD_FUNCTION("deepcompile::reduce_grad",
-                        std::vector<c10::IValue>({gradient, registrations, slot, donated}));
-        reduce(gradient, registrations, slot, donated);
+                        std::vector<c10::IValue>({gradient, registrations, position, donated}));
+        reduce(gradient, registrations, position, donated);
     }
     return Py_NewRef(arguments[1]);
     END_HANDLE_TH_ERRORS
@@ -92,15 +92,15 @@ void end_backward(at::TensorList reductions_and_registrations, bool release_redu
 
 // `registrations` is an input of the graph, for which each call of the graph gives the tensor of the parameters that it
 // was called with, so one graph serves many layers. `registrations[0]` is the engine's number, and
-// `registrations[slot]` the index that the gradient's parameter has in the engine's reducer. So the gradient finds its
-// parameter whatever the compiler does to the parameter itself: another layout, padding, a copy, a change in place.
+// `registrations[position]` the index that the gradient's parameter has in the engine's reducer. So the gradient finds
+// its parameter whatever the compiler does to the parameter itself: another layout, padding, a copy, a change in place.
 //
 // `donated` says that nothing in the graph reads the gradient or uses its memory after the call.
 //
 // native.py has the results of the operators while a graph is traced.
 TORCH_LIBRARY(deepcompile, m)
 {
-    m.def("reduce_grad(Tensor grad, Tensor registrations, int slot, bool donated=False) -> Tensor");
+    m.def("reduce_grad(Tensor grad, Tensor registrations, int position, bool donated=False) -> Tensor");
     m.def("end_backward(Tensor[] reductions_and_registrations, bool release_reduce_buckets) -> ()");
 }
 

@@ -30,7 +30,7 @@ def fx():
 
 
 def backward_graph(reductions):
-    """A backward graph with a gradient for each reduction, which come in the reverse order of their slots."""
+    """A backward graph with a gradient for each reduction, which come in the reverse order of their positions."""
     graph = Graph()
     registrations, outputs = graph.placeholder("registrations"), []
     for index in reversed(range(reductions)):

@@ -34,8 +34,8 @@ def ranges_of_a_backward():
     registrations = torch.tensor([reducer.identity, 0, 1, 2])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         reducer.begin_backward(True)
-        for slot, parameter in enumerate(parameters, start=1):
-            torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, slot)
+        for position, parameter in enumerate(parameters, start=1):
+            torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, position)
         reducer.finish_backward(True, False)
     reducer.close()
     # The operator has a range of its own, which torch records.

@@ -255,9 +255,9 @@ def memory_after_a_send_that_failed(numel=2**20):
     reducer.begin_backward(True)
     message = ""
     try:
-        for slot in (2, 1):
+        for position in (2, 1):
             gradient = torch.full((numel,), 1.0, device=device())
-            torch.ops.deepcompile.reduce_grad(gradient, registrations, slot, True)
+            torch.ops.deepcompile.reduce_grad(gradient, registrations, position, True)
             del gradient
         reducer.finish_backward(True, False)
     except (RuntimeError, TypeError) as error:

@@ -70,8 +70,8 @@ class Registered:
 
     def reduce(self, parameter, value):
         """As a compiled graph does."""
-        slot = 1 + next(index for index, other in enumerate(self.parameters) if other is parameter)
-        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, True)
+        position = 1 + next(index for index, other in enumerate(self.parameters) if other is parameter)
+        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, position, True)
 
     def finish(self, expected):
         """Ends a step's last backward; whether each element of this rank's partition is ``expected``."""

@@ -85,7 +85,7 @@ def test_ranks_load_what_they_have_stored(ranks, tmp_path):
 
 def partitioner(**changes):
     reducer_module()
-    same = dict(slots={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[])
+    same = dict(positions={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[])
     return ReduceGradPartitioner(**{**same, **changes})
 
 
@@ -108,7 +108,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
     def tag(gm=gm, inputs=inputs, **changes):
         return graph_cache._tag(gm, inputs, partitioner(**changes))
 
-    changes = [{"slots": {1: 1}}, {"slots": {0: 2}}]
+    changes = [{"positions": {1: 1}}, {"positions": {0: 2}}]
     changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
     tags = [tag(), *(tag(**change) for change in changes)]
     tags += [

@@ -110,12 +110,12 @@ class ChunkedLoss:
 
     def reduce(self, gradients: List[Optional[torch.Tensor]], registrations: Optional[torch.Tensor]) -> None:
         """Reduces the gradients of the weight and the bias that autograd does not get, and sets them to None."""
-        slot = 0
+        position = 0
         for index, reduced in enumerate(self._reduced):
-            slot += reduced
+            position += reduced
             if reduced and gradients[index] is not None:
                 # Nothing else refers to the gradient's memory, so the reducer may keep it.
-                torch.ops.deepcompile.reduce_grad(gradients[index], registrations, slot, True)
+                torch.ops.deepcompile.reduce_grad(gradients[index], registrations, position, True)
                 gradients[index] = None
 
 

@@ -123,7 +123,7 @@ class Frame:
         reduced = [] if self.graph_id is None else reduced
         rewrites = (rewrite(inputs) for rewrite in backend.rewrites)
         partitioner = ReduceGradPartitioner(
-            {index: slot for slot, index in enumerate(reduced, start=1)},
+            {index: position for position, index in enumerate(reduced, start=1)},
             self.graph_id,
             self.release_reduce_buckets,
             backend.debug_log,

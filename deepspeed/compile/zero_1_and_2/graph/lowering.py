@@ -67,10 +67,12 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:
+def lower_reduce_grad(
+    gradient: ir.TensorBox, registrations: ir.TensorBox, position: int, donated: bool = False
+) -> Any:
     """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
-    return ir.TensorBox.create(ReduceGradKernel.create(operator, gradient, registrations, slot, donated))
+    return ir.TensorBox.create(ReduceGradKernel.create(operator, gradient, registrations, position, donated))
 
 
 def register() -> None:

@@ -15,7 +15,7 @@ from ..own_thread import in_own_thread
 class ParameterNumbers:
     """Makes the registrations: the input of a graph that lists the engine's parameters among the other inputs.
 
-    This input is a tensor, and a reduction names its parameter by a slot in the tensor. A reduction cannot take the
+    This input is a tensor, and a reduction names its parameter by a position in it. A reduction cannot take the
     parameter itself: Inductor may give the backward a copy of a parameter in another layout, and a parameter that is
     saved for the backward must not be changed in between.
 

@@ -42,7 +42,7 @@ class Split(Protocol):
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would, or as an optional part does."""
 
-    slots: Mapping[int, int]  # index of a graph's input that is reduced -> its slot in the registrations
+    positions: Mapping[int, int]  # index of a graph's input that is reduced -> its position in the registrations
     graph_id: Optional[int]  # for the log; None if the frame reduces nothing
     release_reduce_buckets: bool  # whether the backward of this graph is the last that reduces
     debug_log: bool  # whether to log the split graphs
@@ -54,14 +54,14 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
-        slots = sorted(self.slots.items())
+        positions = sorted(self.positions.items())
         how = self.release_reduce_buckets, self.lies_anywhere, self.donates
         parts = [rewrite.key for rewrite in self.rewrites], self.split and self.split.key
-        key = cache_key(), schema, slots, how, parts
+        key = cache_key(), schema, positions, how, parts
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
-        insert_reductions(gm, self.slots)
+        insert_reductions(gm, self.positions)
         for rewrite in self.rewrites:
             rewrite(gm)
         split = self.split or min_cut_rematerialization_partition

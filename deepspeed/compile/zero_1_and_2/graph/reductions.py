@@ -19,13 +19,13 @@ def _index(descriptor):
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
-def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
-    """Puts ``reduce_grad(gradient, registrations, slot)`` after each parameter gradient of a joint graph.
+def insert_reductions(joint: GraphModule, positions: Mapping[int, int]) -> None:
+    """Puts ``reduce_grad(gradient, registrations, position)`` after each parameter gradient of a joint graph.
 
     The registrations tell the graph in each call which parameters it was given, so one graph serves several layers.
 
-    ``joint`` is forward and backward in one graph, as AOTAutograd traces them, with descriptors. ``slots``: index of a
-    frame's input -> slot in the registrations, which are the frame's last input.
+    ``joint`` is forward and backward in one graph, as AOTAutograd traces them, with descriptors. ``positions``: index
+    of a frame's input -> position in the registrations, which are the frame's last input.
     """
     graph = joint.graph
     output = graph.output_node()
@@ -33,12 +33,13 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
     # A tensor subclass among a frame's inputs takes several inputs of the graph, so count by descriptors.
     inputs = {index: node for node in graph.find_nodes(op="placeholder") if (index := index_of(node)) is not None}
     for place, (gradient, descriptor) in enumerate(zip(results, output.meta["desc"])):
-        slot = slots.get(_index(getattr(descriptor, "grad_of", None)))
-        if gradient is None or slot is None:
+        position = positions.get(_index(getattr(descriptor, "grad_of", None)))
+        if gradient is None or position is None:
             continue
         registrations = inputs[max(inputs)]
+        arguments = gradient, registrations, position
         with graph.inserting_after(gradient):
-            reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
+            reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, arguments)
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
         # The partitioner puts nodes with this tag into the backward.
         reduction.meta["partitioner_tag"] = "must_be_in_backward"

@@ -4,5 +4,5 @@
 
 The first rule that serves a partition steps it, range by range. With AdamW and no option set, that rule is
 ``OnePassAdam`` in ``features/update/adam.py``, and ``OwnRanges`` in ``own_step.py``, which calls the optimizer's own
-``step()``, for the first step and for partitions of fewer than 2**24 elements.
+``step()``, for the first step and for partitions of fewer elements than the ``LEAST_NUMEL`` of ``adam.py``.
 """

@@ -125,7 +125,7 @@ class WholeStep:
         # Keep no reference to the gradient, which the optimizer may drop.
         gradient.drop()
         try:
-            # If the base's method raises, it leaves the other groups hidden.
+            # The base's method leaves only this group in `param_groups` if the step raises: put all groups back.
             with with_groups(inner, inner.param_groups):
                 optimizer._optimizer_step(self._group)
         finally:
