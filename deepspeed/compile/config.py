@@ -6,9 +6,16 @@
 ``deepcompile`` compiles itself before its first training forward.
 """
 
+from typing import Literal, Optional
+
 from .config_base import CompileConfig as BaseCompileConfig
 from .parts import doors
 
 
 class CompileConfig(*doors("options", "Options"), BaseCompileConfig):  # type: ignore[misc]
     """Settings of ``engine.compile()``."""
+
+    @property
+    def sharded(self) -> Optional[Literal["frozen", "all"]]:
+        """Which parameters each rank keeps only a part of. Parts ask for it that work without the part that shards."""
+        return getattr(self, "shard_parameters", None)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from ..config import CompileConfig
     from .graph.backend import Backend, Frame
     from .layout import Layout
     from .parameter.gather import AllGather
@@ -62,7 +63,7 @@ class Request:
     is_call: bool = False  # whether engine.compile() makes this request; otherwise that call comes later
 
     @property
-    def options(self) -> Any:
+    def options(self) -> "CompileConfig":
         """The section ``compile`` of the configuration."""
         return self.engine._config.compile_config
 

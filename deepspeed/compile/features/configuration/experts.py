@@ -30,7 +30,7 @@ def refusals(request: Request) -> Iterator[str]:
             "parameters are marked as those of experts, and no layer of DeepSpeed's makes process groups for "
             "them; set compile.deepcompile to false"
         )
-    if getattr(request.options, "shard_parameters", None) is not None:
+    if request.options.sharded is not None:
         yield ("compile.shard_parameters cannot shard experts, which have process groups of their own; leave it out")
     if engine.optimizer_name() == "muon":
         yield "Muon is not supported with experts, which have process groups of their own; use AdamW"

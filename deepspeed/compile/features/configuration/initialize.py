@@ -63,7 +63,7 @@ def refuse_other_models(engine: "DeepSpeedEngine") -> None:
             too, other buffers.
     """
     if is_set_up_by_compile(engine):
-        sends_buffers = getattr(engine._config.compile_config, "shard_parameters", None) is not None
+        sends_buffers = engine._config.compile_config.sharded is not None
         same_models.refuse_other_models(engine.module, _ranks_of_one_model(engine), sends_buffers)
 
 

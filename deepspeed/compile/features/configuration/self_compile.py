@@ -77,7 +77,7 @@ def _before_forward(engine, trains):
 
 def _compiles_before_any_forward(engine):
     # Parameters may still be on the host, where only a compiled engine finds them.
-    return getattr(engine._config.compile_config, "shard_parameters", None) is not None
+    return engine._config.compile_config.sharded is not None
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:

@@ -35,7 +35,7 @@ class OverlapGather(Feature):
         if request.options.overlap_param_gather is not None:
             return request.options.overlap_param_gather
         # Sharded parameters are gathered by their own part.
-        if getattr(request.options, "shard_parameters", None) == "all":
+        if request.options.sharded == "all":
             return False
         return bool(chosen_blocks(request)[0])
 

@@ -84,7 +84,7 @@ class ShardParameters(Feature):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
+        if request.options.shard_parameters == "all" and request.options.overlap_param_gather:
             yield (
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
