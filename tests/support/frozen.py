@@ -414,6 +414,16 @@ class _Late:
             self._arrive()
 
 
+def freeze(module, trained):
+    """Freezes parameters: none for "all", other ones of each block for "some", and the same of all blocks for "alike".
+
+    Blocks that are alike are compiled once.
+    """
+    for index, (name, parameter) in enumerate(module.named_parameters()):
+        is_frozen = {"all": False, "some": index % 3 == 0, "alike": ".up." in name or "embedding" in name}[trained]
+        parameter.requires_grad_(not is_frozen)
+
+
 def trained_on(engine, module):
     """Trains one more step; returns the loss and the parameters."""
     loss = engine(batch(9, 0, dist.get_rank(), 4))

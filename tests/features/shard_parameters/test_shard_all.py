@@ -38,7 +38,19 @@ from deepspeed.utils import (
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
 from support.faults import Injected
-from support.frozen import HIDING, MODELS, WIDTH, Adapted, AdaptedBlock, Body, beside_whole, late, model_of, trained_on
+from support.frozen import (
+    HIDING,
+    MODELS,
+    WIDTH,
+    Adapted,
+    AdaptedBlock,
+    Body,
+    beside_whole,
+    freeze,
+    late,
+    model_of,
+    trained_on,
+)
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
@@ -106,8 +118,7 @@ def make(model, config, trained="all", optimizer=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements}[model]().to(device())
-    for index, parameter in enumerate(module.parameters()):
-        parameter.requires_grad_(trained == "all" or index % 3 > 0)
+    freeze(module, trained)
     others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
     return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
 
@@ -897,7 +908,7 @@ def saved_on_each_node(folder, shards, trained):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks whose local rank is 0 would have one device")
-@vary("shards, trained", [("all", "all"), ("frozen", "some")])
+@vary("shards, trained", [("all", "all"), ("frozen", "alike"), pytest.param("frozen", "some", marks=SLOW)])
 def test_a_checkpoint_of_each_node(ranks, tmp_path, shards, trained):
     """A rank that saves beside the first one would save parameters at rest: it would raise, and others wait for it."""
     for result in ranks(2).run(saved_on_each_node, str(tmp_path), shards, trained, timeout=60):

@@ -88,9 +88,9 @@ def train(module, engine, case, first, last):
 
 
 def off_and_on(case, on_ranks, folder):
-    """Returns differences between a run without DeepCompile and one with it, and between one with it that resumes.
+    """Returns differences between a run without DeepCompile and one with it, and between two with it that resume.
 
-    The run that resumes begins from the checkpoint of the run without DeepCompile.
+    A new engine resumes from the checkpoint of the run without DeepCompile, and then from that of the run with it.
     """
     module, engine = make(dataclasses.replace(case, deepcompile=False), on_ranks)
     off = train(module, engine, case, 0, 2)
@@ -105,11 +105,12 @@ def off_and_on(case, on_ranks, folder):
     held = counters["bound"] + counters["pending"] + counters["unreduced"]
     engine.destroy()
     found = [apart(on, off)]
+    # One engine loads both, because each engine compiles anew. It has trained on when it loads the second.
+    module, engine = make(case, on_ranks)
     for checkpoint in (folder, saved):
-        module, engine = make(case, on_ranks)
         engine.load_checkpoint(checkpoint)
         found.append(apart(train(module, engine, case, 2, 4), off_later))
-        engine.destroy()
+    engine.destroy()
     return found, counters["from_graphs"], held
 
 

@@ -34,6 +34,18 @@ def language_model(layers, width, use_cache):
     return Qwen3ForCausalLM(config).to(device()).train()
 
 
+def import_transformers():
+    from transformers import Qwen3ForCausalLM  # noqa: F401
+
+
+@pytest.fixture
+def one_rank(ranks):
+    """A rank that has imported transformers' models. That takes longer than a test, whichever test comes first."""
+    pytest.importorskip("transformers")
+    ranks(1).run(import_transformers)
+    return ranks(1)
+
+
 ADVICE = "Pass use_cache=False"
 
 
@@ -50,13 +62,12 @@ def warned_of_a_cache(**asked):
 
 @pytest.mark.follows("Pass use_cache=False, because a layer finds the cache filled")
 @pytest.mark.slow
-def test_a_cache_for_which_layers_are_compiled_again(ranks):
+def test_a_cache_for_which_layers_are_compiled_again(one_rank):
     """The warning would not say what to do, or what it says to do would not help."""
-    pytest.importorskip("transformers")
-    ((warning,),) = ranks(1).run(warned_of_a_cache, use_cache=True)
+    ((warning,),) = one_rank.run(warned_of_a_cache, use_cache=True)
     assert warning.startswith("[Rank 0] DeepCompile has compiled one frame 5 times: a frame of Qwen3DecoderLayer")
     # As is advised, and as without a word.
-    assert ranks(1).run(warned_of_a_cache, use_cache=False) == ranks(1).run(warned_of_a_cache) == [[]]
+    assert one_rank.run(warned_of_a_cache, use_cache=False) == one_rank.run(warned_of_a_cache) == [[]]
 
 
 class Pretrained(torch.nn.Module):
@@ -154,10 +165,9 @@ def with_memory(checkpointed):
 
 
 @vary("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
+def test_a_cache_that_a_model_reads_stays(one_rank, checkpointed):
     """A model that reads the cache of its first half would find none, or a checkpoint compute another thing again."""
-    pytest.importorskip("transformers")
-    ((off, on),) = ranks(1).run(with_memory, checkpointed)
+    ((off, on),) = one_rank.run(with_memory, checkpointed)
     assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
 
 
@@ -223,11 +233,10 @@ def calls_that_run_uncompiled(model):
 
 
 @vary("model", [Checkpointed, pytest.param(Distilled, marks=pytest.mark.slow)])
-def test_what_runs_without_gradients_in_a_training_forward(ranks, model):
+def test_what_runs_without_gradients_in_a_training_forward(one_rank, model):
     """A checkpoint's first run would pass for generation, and draw other random numbers than the second; or
     generation would be compiled for each length of the cache."""
-    pytest.importorskip("transformers")
-    assert ranks(1).run(calls_that_run_uncompiled, model) == [IN_TRAINING[model]]
+    assert one_rank.run(calls_that_run_uncompiled, model) == [IN_TRAINING[model]]
 
 
 def packed_losses():
@@ -247,10 +256,9 @@ def packed_losses():
     return loss, *alone
 
 
-def test_packed_sequences_are_kept_apart(ranks):
+def test_packed_sequences_are_kept_apart(one_rank):
     """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
-    pytest.importorskip("transformers")
-    ((loss, without, with_cache),) = ranks(1).run(packed_losses)
+    ((loss, without, with_cache),) = one_rank.run(packed_losses)
     assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
 
 
@@ -396,12 +404,11 @@ def generate_in_training_mode(deepcompile, whole, generates):
 
 
 @vary("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_generation_in_training_mode(ranks, whole):
+def test_generation_in_training_mode(one_rank, whole):
     """Blocks would be compiled for each length of the cache, count towards the limit, or generate other texts."""
-    pytest.importorskip("transformers")
-    (off,) = ranks(1).run(generate_in_training_mode, False, whole, True)
-    (on,) = ranks(1).run(generate_in_training_mode, True, whole, True)
-    (without,) = ranks(1).run(generate_in_training_mode, True, whole, False)
+    (off,) = one_rank.run(generate_in_training_mode, False, whole, True)
+    (on,) = one_rank.run(generate_in_training_mode, True, whole, True)
+    (without,) = one_rank.run(generate_in_training_mode, True, whole, False)
     assert on.graphs == 0 and on.counts == without.counts and max(on.counts) == 1
     assert on.losses == pytest.approx(off.losses, rel=1e-5) and on.text == off.text
     # The losses depend on what was generated.
@@ -448,8 +455,7 @@ def train_in_modes(around, within):
 
 
 @vary("around, within", [(True, True), (True, False), (False, False)])
-def test_what_trains_compiles_once_for_all_layers(ranks, around, within):
+def test_what_trains_compiles_once_for_all_layers(one_rank, around, within):
     """Lightning leaves the model of from_pretrained() in evaluation mode: each layer would be compiled by itself."""
-    pytest.importorskip("transformers")
     # One graph for all layers, and one for head and loss.
-    assert ranks(1).run(train_in_modes, around, within) == [Compiled(2, False, 0, 0)]
+    assert one_rank.run(train_in_modes, around, within) == [Compiled(2, False, 0, 0)]

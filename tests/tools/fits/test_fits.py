@@ -283,23 +283,26 @@ class Deep(Small):
         self.body.layers = nn.ModuleList(Block() for _ in range(8))
 
 
-def row_that_keeps(keep, memory=80.0):
-    mode = Mode("kept", shard_parameters="all", keep=keep)
-    return fits(Deep, modes=[mode], gpus=2, sequence=20 * TOKENS, memory=memory).first
+def rows_that_keep(*kept, memory=80.0):
+    """Returns the name of a mode -> its row, for modes that keep so many blocks: "2", or "fit: 8 of 8 blocks"."""
+    chosen = [Mode(str(keep), shard_parameters="all", keep=keep) for keep in kept]
+    answer = fits(Deep, modes=chosen, gpus=2, sequence=20 * TOKENS, memory=memory)
+    return {row.mode.name: row for row in answer.rows}
 
 
 def test_blocks_that_stay_whole():
     """Blocks that keep_gathered keeps would not be counted, or "fit" would keep more than a GPU has room for."""
     block = 2 * sum(parameter.numel() for parameter in Block().parameters())
-    peaks = [row_that_keeps(keep).peak for keep in (0, 2, 3, 8)]
+    # Each call traces the model anew.
+    rows = rows_that_keep(0, 2, 3, 8, "fit")
+    peaks = [rows[name].peak for name in ("0", "2", "3", "8")]
     assert peaks == sorted(peaks) and block <= peaks[-1] - peaks[0] <= 8 * block
-    every = row_that_keeps("fit")
-    assert (every.mode.name, every.peak) == ("kept: 8 of 8 blocks", peaks[-1])
+    assert rows["fit: 8 of 8 blocks"].peak == peaks[-1]
     # A GPU with room for what three blocks need, and for what the allocator does not have.
     taken = peaks[-2] / estimate.GIB + estimate.CONTEXT + estimate.NCCL
-    less = row_that_keeps("fit", 1e-6 + taken / (0.95 * estimate.SHOWN))
-    assert (less.mode.name, less.mode.pace, less.peak) == ("kept: 3 of 8 blocks", modes.SHARDED, peaks[-2])
-    assert '"keep_gathered": "fit"' in ", ".join(less.lines) and row_that_keeps("fit", 2.0).mode.name == "kept"
+    less = rows_that_keep("fit", memory=1e-6 + taken / (0.95 * estimate.SHOWN))["fit: 3 of 8 blocks"]
+    assert (less.mode.pace, less.peak) == (modes.SHARDED, peaks[-2])
+    assert '"keep_gathered": "fit"' in ", ".join(less.lines) and "fit" in rows_that_keep("fit", memory=2.0)
 
 
 class Twice(Small):
