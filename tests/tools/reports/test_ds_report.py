@@ -124,8 +124,11 @@ def test_the_releases_of_torch_are_those_of_the_documentation():
         "docs/start/install.md": f"Tests ran with torch {gpus} on GPUs and with {cpu} on CPU ",
         "docs/internals/verification.md": f"and any torch but {gpus}.",
     }
+    texts = {page: " ".join((ROOT / page).read_text().split()) for page in (*pages, "docs/start/going_back.md")}
     for page, sentence in pages.items():
-        assert sentence in " ".join((ROOT / page).read_text().split()), page
+        assert sentence in texts[page], page
+    for page in ("README.md", "docs/start/install.md", "docs/start/going_back.md"):
+        assert re.findall(r"torch (?:must be )?(\d\S*) or newer", texts[page]) == [OLDEST_TORCH], page
     page = (ROOT / "docs/internals/verification.md").read_text()
     assert {*re.findall(r"torch (2\.\d+)\b", page)} == {*itertools.chain(*TESTED.values())}
     (default,) = re.findall(r"(?m)^TORCH \?= torch==(\d+\.\d+)\.\d+$", (ROOT / "Makefile").read_text())
