@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes Dynamo trace adapters of peft on parameters (``target_parameters``), such as the weights of all experts.
 
-To peft: ``ParamWrapper`` registers a parametrization in each forward and removes it again. This makes a new class and a
-new parameter each time, so under ``torch.compile`` each step compiles the layer anew. Please put the adapted weight
+To peft: ``ParamWrapper`` registers a parametrization in each forward and removes it again. This makes a new class and
+a new parameter each time, so under ``torch.compile`` each step compiles the layer anew. Please put the adapted weight
 into ``module._parameters`` for the call, as ``torch.func.functional_call`` does.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 
 def trace_adapted_parameters() -> None:
-    """Makes Dynamo trace these adapters for the rest of the process, if peft has been imported."""
+    """Changes how these adapters are applied for the rest of the process, if peft has been imported."""
     layers = sys.modules.get("peft.tuners.lora.layer")
     wrapper = getattr(layers, "ParamWrapper", None)
     if hasattr(wrapper, "_activate_lora"):
