@@ -35,8 +35,7 @@ _of_block = _BlockOutputs()
 
 
 def traced_collection(module: Module) -> Optional[Around]:
-    """Returns a wrapper of block calls with which hooks of routers are traced, or None if no model in ``module`` has
-    such hooks."""
+    """Returns a wrapper of block calls with which hooks of routers are traced, or None if there are no such hooks."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
     if not hasattr(collector, "get") or not any(map(_collects_routers, module.modules())):
