@@ -139,6 +139,55 @@ def test_it_trains_as_with_states_in_fp32(ranks, varied):
         assert both.states < 0.03, both
 
 
+class RarelyHit(torch.nn.Module):
+    """Four experts, one of which a step uses. The weights of three share blocks of 8-bit states."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(24, 24)
+        self.weight = torch.nn.Parameter(torch.randn(4, 24, 24) / 5)
+
+    def forward(self, x, chosen):
+        weight = (self.weight * chosen.view(-1, 1, 1)).sum(0)
+        return (self.head(x @ weight) - 1).square().mean()
+
+
+def train_rarely_hit(stage, steps=30, rare=(0, 24)):
+    """Trains with 8-bit states, and without DeepCompile.
+
+    Returns of each the weight at the end, the largest change of an element in a step, and whether states have 8 bits.
+    """
+    found = []
+    for config in (EIGHT_BITS, {}):
+        torch.manual_seed(0)
+        module = RarelyHit().to(device())
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        case = Case(stage=stage, clipping=0.5, config=config, deepcompile=bool(config))
+        engine = make_engine(module, case, optimizer=optimizer)
+        largest, before = 0.0, safe_get_full_fp32_param(module.weight).clone()
+        for step in range(steps):
+            torch.manual_seed(100 * step + dist.get_rank())
+            # The gradients of the expert that is rarely hit are small beside those of the others.
+            expert, size = (3, 1e-3) if step in rare else (step % 3, 1.0)
+            chosen = torch.nn.functional.one_hot(torch.tensor(expert), 4).float().to(device())
+            engine.backward(engine(size * torch.randn(8, 24, device=device()), chosen))
+            engine.step()
+            now = safe_get_full_fp32_param(module.weight).clone()
+            largest, before = max(largest, float((now - before).abs().max())), now
+        found.append((before, largest, all(map(is_blockwise, states_of(engine)))))
+        engine.destroy()
+    return found
+
+
+@vary("stage", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_experts_that_are_rarely_hit(ranks, stage):
+    """If a second moment decayed to zero in 8 bits, the next gradient would move weights by thousands of rates."""
+    for (eight, moved, blockwise), (full, moved_full, _) in ranks(2).run(train_rarely_hit, stage):
+        assert blockwise
+        assert moved < 2 * moved_full < 0.02
+        assert relative_error([eight], [full]) < 0.01
+
+
 def overflow(run):
     """Returns what differs after a step that overflows, among all that a checkpoint has."""
     _, engine = start(run)

@@ -6,7 +6,7 @@ from typing import Iterator
 
 from ...features.blocks.feature import Blocks
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from . import dora, eager_experts, exchanges, key_value_cache, liger
+from . import adapted_parameters, captured_outputs, dora, eager_experts, exchanges, key_value_cache, liger
 
 
 class ModelCode(Feature):
@@ -18,9 +18,14 @@ class ModelCode(Feature):
 
     def __init__(self, context: SetUpContext):
         dora.trace_unquantized_weights()
+        adapted_parameters.trace_adapted_parameters()
         liger.keep_out_of_graphs()
         exchanges.keep_out_of_graphs(context.engine)
-        key_value_cache.train_without_cache(context.module, context.undo, context.get(Blocks).in_training)
+        blocks = context.get(Blocks)
+        around = captured_outputs.traced_collection(context.module)
+        if around is not None:
+            blocks.wrap_calls(around, always=True)
+        key_value_cache.train_without_cache(context.module, context.undo, blocks.in_training)
 
 
 FEATURE = ModelCode

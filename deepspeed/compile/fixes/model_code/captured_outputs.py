@@ -1,0 +1,99 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Makes Dynamo trace the hooks by which models of transformers collect the logits of their routers.
+
+To transformers: these hooks read a ``ContextVar``, at which Dynamo ends the graph of each layer, also in calls that
+collect nothing. If Dynamo could read it, it would compile each layer anew, because it checks the length of the list to
+which the hook appends. Please give each layer a list of its own.
+"""
+
+import contextlib
+import functools
+import sys
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch.nn import Module
+
+from ...features.blocks.block_calls import Around
+
+
+class _BlockOutputs:
+    """What hooks in the graph of the running block collect.
+
+    Attributes:
+        is_known: whether the hooks read ``lists``. If not, they read transformers' own variable.
+        lists: an empty list for each kind of output that is collected, or None if none is.
+    """
+
+    def __init__(self):
+        self.is_known = False
+        self.lists: Optional[Dict[str, List[Any]]] = None
+
+
+_of_block = _BlockOutputs()
+
+
+def traced_collection(module: Module) -> Optional[Around]:
+    """Returns a wrapper of block calls with which hooks of routers are traced, or None if there are no such hooks."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if not hasattr(collector, "get") or not any(map(_collects_routers, module.modules())):
+        return None
+    return functools.partial(_around, _read_by_hooks(collector))
+
+
+def _collects_routers(module):
+    return "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
+
+
+@functools.cache
+def _read_by_hooks(collector) -> Callable[[], Optional[Dict[str, List[Any]]]]:
+    """Makes traced hooks read ``_of_block``. Returns the method that reads transformers' variable."""
+    original = collector.get
+
+    def get():
+        if torch.compiler.is_dynamo_compiling() and _of_block.is_known:
+            return _of_block.lists
+        return original()
+
+    collector.get = get
+    return original
+
+
+def _around(read, module, blocks, call):
+    if blocks is not None:
+        return call
+    last: Tuple[str, ...] = ()
+
+    def run(block, /, *args, **kwargs):
+        nonlocal last
+        collected = read()
+        if collected is not None:
+            last = tuple(name for name in collected if not name.startswith("_"))
+        elif torch._C._current_graph_task_id() == -1:
+            last = ()
+        # In a backward, a checkpoint computes the block again, and must run the graph that its first run has run.
+        if "hidden_states" in last:
+            # Transformers collects the input of the first layer if the list is empty.
+            return call(block, *args, **kwargs)
+        with _collecting(last) as lists:
+            result = call(block, *args, **kwargs)
+        if collected is not None:
+            for name, values in lists.items():
+                collected[name].extend(values)
+        return result
+
+    return run
+
+
+@contextlib.contextmanager
+def _collecting(names):
+    """Yields the lists that hooks in the block's graph fill."""
+    before = _of_block.is_known, _of_block.lists
+    lists: Dict[str, List[Any]] = {name: [] for name in names}
+    _of_block.is_known, _of_block.lists = True, lists or None
+    try:
+        yield lists
+    finally:
+        _of_block.is_known, _of_block.lists = before
