@@ -62,8 +62,13 @@ def _read_by_hooks(collector) -> Callable[[], Optional[Dict[str, List[Any]]]]:
 
 
 def _around(read, module, blocks, call):
+    """Returns the call of a block, or of a module that calls ``blocks``, around another call.
+
+    ``read()`` returns transformers' lists, or None where nobody collects.
+    """
     if blocks is not None:
         return call
+    # The kinds of outputs that the last forward has collected.
     last: Tuple[str, ...] = ()
 
     def run(block, /, *args, **kwargs):
@@ -71,9 +76,10 @@ def _around(read, module, blocks, call):
         collected = read()
         if collected is not None:
             last = tuple(name for name in collected if not name.startswith("_"))
+        # In a backward, a checkpoint computes the block again. Nobody collects then, but the block must run the graph
+        # that its first run has run, so ``last`` stays.
         elif torch._C._current_graph_task_id() == -1:
             last = ()
-        # In a backward, a checkpoint computes the block again, and must run the graph that its first run has run.
         if "hidden_states" in last:
             # Transformers collects the input of the first layer if the list is empty.
             return call(block, *args, **kwargs)
