@@ -185,7 +185,8 @@ def step_beside(given, optimizer, expected, whole, rule, factor):
     assert sum(last - first for first, last in finished) == sum(last - first for first, last in spans)
     stepped.step_rest()
     assert sum(last - first for first, last in finished) == NUMEL
-    assert torch.equal(new, parameter.data.bfloat16())
+    # One run in some hundreds has failed here. This says how many elements differ, and by how much.
+    torch.testing.assert_close(new, parameter.data.bfloat16(), rtol=0, atol=0)
     return in_one_pass is not None
 
 
