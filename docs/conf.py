@@ -61,7 +61,6 @@ Architecture <docs/internals/architecture>
 Life of a gradient <docs/internals/life_of_a_gradient>
 Glossary <docs/internals/glossary>
 What was run <docs/internals/verification>
-Options to tests <docs/internals/options_to_tests>
 Contributing <CONTRIBUTING>
 """,
 }

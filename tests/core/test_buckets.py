@@ -53,6 +53,7 @@ def pending_bytes(case, equal=False):
 
 @pytest.mark.sanitized
 # A bucket of the whole model would allow for anything.
+@pytest.mark.options("zero_optimization.reduce_bucket_size")
 @vary("bucket", [1, 100, 300])
 def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
     """A gradient would be added to a bucket that is full already, or is on its way."""

@@ -116,6 +116,13 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
         assert compiled.error < 1.5 * eager.error < compiled.moved
 
 
+@pytest.mark.options(
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+)
 @vary("stage", [1, 2])
 def test_a_step_that_raises_the_loss_scale(ranks, stage):
     """Gradients would be divided by the scale of the next backward, as DeepSpeed's own step does."""
@@ -162,6 +169,7 @@ def test_finite_gradients_whose_squares_overflow(ranks, dtype, times, skipped):
         assert difference < (BOUND if dtype == "fp32" else 0.02)
 
 
+@pytest.mark.options("zero_optimization.compute_grad_norm")
 @vary("times, skipped", [(1.0, 0), (float("inf"), 3)])
 def test_an_overflow_without_a_norm(ranks, times, skipped):
     """Where no norm is computed, gradients that are infinite would reach the parameters."""
@@ -186,6 +194,7 @@ def test_offloaded(ranks, stage, accumulation, dtype):
         assert compiled.held == NOTHING
 
 
+@pytest.mark.options("data_types.grad_accum_dtype")
 @vary("stage", [1, 2])
 def test_gradients_on_the_host_in_fp32_under_bf16(ranks, stage):
     """Gradients that are to be added up in fp32 on the host would be in bf16 all the same."""

@@ -243,6 +243,7 @@ def activations_behind_their_last_use(case):
     return list(live_activations)
 
 
+@pytest.mark.options("compile.free_activation")
 @pytest.mark.parametrize("backend", [sanitized("eager"), "inductor"])
 def test_activations_are_freed_after_their_last_use(ranks, backend):
     """A backward graph would keep its inputs until it ends, because its caller still holds them."""

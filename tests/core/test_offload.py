@@ -49,6 +49,7 @@ from support.training import (
 IN_EVERY_RUN = ("RepeatedLayers", "CompiledAndEager", "FrozenAndUnused", "OddSizes", "FillsPartition", "FewParameters")
 
 
+@pytest.mark.options("zero_optimization.offload_optimizer")
 @pytest.mark.table
 @vary(
     "stage, accumulation, model, backend",
@@ -240,6 +241,7 @@ def masters_in_low_precision(dtype):
     return Masters(total_error(*trained), total_error(trained[0], build(Case()).parameters()), str(master_dtype))
 
 
+@pytest.mark.options("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
 @vary("dtype, master", [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")], expects="master")
 def test_masters_in_low_precision(ranks, dtype, master):
     """The new parameters are written over gradients of the same format, which a range might still have to read."""
@@ -369,6 +371,7 @@ def test_little_host_memory(ranks):
         assert difference < 1e-2 * moved
 
 
+@pytest.mark.options("zero_optimization.cpu_offload")
 def test_deprecated_name(ranks):
     """DeepSpeed takes the old name for the new one, and gradients would stay on the device."""
     config = {"zero_optimization": {"cpu_offload": True}, "zero_force_ds_cpu_optimizer": False}
@@ -452,6 +455,7 @@ def test_late_work_is_waited_for_with_options(ranks, stage, varied, late):
         assert error < BOUND
 
 
+@pytest.mark.options("zero_optimization.ignore_unused_parameters")
 def test_warned_with_offloading(ranks):
     """An unused parameter would be stepped in silence where the option asks for an error."""
     config = {"zero_optimization": {"ignore_unused_parameters": False}}

@@ -49,6 +49,7 @@ def load_with_and_without_deepcompile(folder, case):
     return Loaded(*(total_error(masters, saved) for masters in loaded), total_error(*continued))
 
 
+@pytest.mark.options("zero_optimization.load_from_fp32_weights", "zero_optimization.elastic_checkpoint")
 @pytest.mark.table
 @vary(
     "options, exact",

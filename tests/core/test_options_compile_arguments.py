@@ -19,6 +19,17 @@ from support.training import BOUND, Case, batch, build, make_engine
 ISOLATED = {name: True for name in inspect.signature(torch.compile).parameters if name == "isolate_recompiles"}
 
 
+@pytest.mark.options(
+    "compile_kwargs.dynamic",
+    "compile_kwargs.fullgraph",
+    "compile_kwargs.recompile_limit",
+    "compile_kwargs.disable",
+    "TORCH_COMPILE_DISABLE=1",
+    "compile_kwargs.isolate_recompiles",
+    "compile_kwargs.shapes_spec",
+    "compile_kwargs.dynamic_shapes",
+    "compile_kwargs.backend",
+)
 @vary(
     "kwargs, varied, from_graphs",
     [
@@ -61,6 +72,7 @@ def options_of_the_code_generator(case, seen):
     return found
 
 
+@pytest.mark.options("backend", "compile_kwargs.mode", "compile_kwargs.options")
 @vary(
     "kwargs, expected",
     [
@@ -94,6 +106,7 @@ def compile_with_the_default_schedule(stage):
     return WithTheDefaultSchedule(train_prepared(case, module, engine), warnings)
 
 
+@pytest.mark.options("schedule", "compiled_autograd_enabled")
 @vary("stage", [1, 2])
 def test_schedule_and_compiled_autograd(ranks, stage):
     """A schedule that says what happens anyway would be refused, or compiled autograd would trace the reductions."""

@@ -136,6 +136,14 @@ def test_harmless_options_are_taken(ranks):
     assert ranks(1).run(without_effect) == [[{"fp16": {"enabled": False}}]]
 
 
+@pytest.mark.options(
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.parameter_alignment",
+    "gradient_clipping",
+    "data_types.param_dtype",
+    "data_types.buffer_dtype",
+    "data_types.keep_in_fp32_modules",
+)
 @vary(
     "config",
     [
@@ -152,6 +160,12 @@ def test_layouts_of_the_flat_partition(ranks, stage, config):
     check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
+@pytest.mark.options(
+    "zero_optimization.overlap_comm",
+    "compile.double_buffer",
+    "compile.sync_before_reduce",
+    "compile.sync_after_reduce",
+)
 @vary(
     "waits, overlaps",
     [
@@ -184,6 +198,7 @@ def read_by_the_reducer(config):
     return told
 
 
+@pytest.mark.options("compile.sync_before_reduce", "compile.sync_after_reduce")
 @vary("option", ["sync_before_reduce", "sync_after_reduce"])
 def test_synchronize(ranks, option):
     """The reducer would not be told to wait for the device, which nothing shows on a CPU, whose device is the host."""
@@ -193,6 +208,7 @@ def test_synchronize(ranks, option):
         assert told[word] is asked
 
 
+@pytest.mark.options("compile.debug_log")
 def test_debug_log(ranks):
     """A graph would be missing from the log by which people look for a fault, or be logged without its reductions."""
     config = {"log_level": "info", "compile": {"debug_log": True}}
@@ -203,6 +219,9 @@ def test_debug_log(ranks):
     assert result.output.count("deepcompile.end_backward.default") == 1
 
 
+@pytest.mark.options(
+    "disable_python_gc", "wall_clock_breakdown", "timers", "memory_breakdown", "steps_per_print", "dump_state"
+)
 @pytest.mark.parametrize(
     "option, says",
     [
@@ -237,6 +256,9 @@ def train_without_collector(case):
     return WithoutCollector(trained, before, during, gc.isenabled())
 
 
+@pytest.mark.options(
+    "disable_python_gc", "wall_clock_breakdown", "timers", "memory_breakdown", "steps_per_print", "dump_state"
+)
 @vary("stage", [1, 2])
 def test_disable_python_gc(ranks, stage):
     """Gradient memory would wait for the garbage collector, which an engine's end would also leave disabled."""
@@ -310,6 +332,17 @@ def train_and_measure(stage):
     return AroundTheForward(module.formats, times, steps, seconds, hooks=len(module._forward_pre_hooks))
 
 
+@pytest.mark.options(
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "fp16.auto_cast",
+    "disable_python_gc",
+    "wall_clock_breakdown",
+    "timers",
+    "memory_breakdown",
+    "steps_per_print",
+    "dump_state",
+)
 @vary("stage", [1, 2])
 def test_around_the_forward(ranks, stage):
     """An input would not be cast, a forward not be timed, or a hook stay on the module when the engine has ended."""

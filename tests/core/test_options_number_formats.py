@@ -5,6 +5,7 @@
 import dataclasses
 from typing import Dict, List, NamedTuple, Optional
 
+import pytest
 import torch
 
 from support.beside import warnings_logged
@@ -158,6 +159,29 @@ FORMATS = {
 }
 
 
+@pytest.mark.options(
+    "compile.deepcompile",
+    "bf16.enabled",
+    "bf16.bf16_optimizer_states",
+    "bf16.check_grad_overflow",
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.immediate_grad_update",
+    "fp16.initial_scale_power",
+    "fp16.loss_scale_window",
+    "fp16.hysteresis",
+    "fp16.consecutive_hysteresis",
+    "fp16.min_loss_scale",
+    "fp16.enabled",
+    "fp16.loss_scale",
+    "fp16.auto_cast",
+    "data_types.grad_accum_dtype",
+    "gradient_clipping",
+    "data_types.param_dtype",
+    "data_types.buffer_dtype",
+    "data_types.keep_in_fp32_modules",
+    "communication_data_type",
+    "torch_autocast",
+)
 @vary("name, stage", [(name, stage) for name, how in FORMATS.items() for stage in how.stages])
 def test_formats(ranks, name, stage):
     """A gradient would be sent, kept or rounded in another format than asked for, or other steps would be skipped."""

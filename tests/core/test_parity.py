@@ -16,6 +16,7 @@ def marks_of(model, backend):
     return (pytest.mark.sanitized, pytest.mark.quick) if model == "FewParameters" else (pytest.mark.sanitized,)
 
 
+@pytest.mark.options("zero_optimization.stage", "gradient_accumulation_steps")
 @pytest.mark.table
 @vary(
     "stage, accumulation, model, backend",

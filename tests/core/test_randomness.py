@@ -193,6 +193,7 @@ def test_checkpointed(ranks, varied):
     assert drawn.eager_calls == 0
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "varied",
     [

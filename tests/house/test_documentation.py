@@ -24,7 +24,7 @@ from deepspeed.launcher import runner
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from support.documentation import PAGES, ROOT, blocks, documented, links, tokens
+from support.documentation import PAGES, ROOT, blocks, commands, documented, links, tokens
 from support.parameter_gather import Around
 from support.training import batch, compile_backend, engine_by_configuration
 
@@ -145,21 +145,6 @@ def test_commands(block, tmp_path, monkeypatch):
         program, *arguments = words
         assert program in CHECKS, f"no check for {program}"
         CHECKS[program](arguments, tmp_path, monkeypatch)
-
-
-def commands(text):
-    """Yields the words of each command of a shell."""
-    pending = ""
-    for line in text.replace("\\\n", " ").splitlines():
-        pending += f"{line}\n"
-        try:
-            words = shlex.split(pending, comments=True)
-        except ValueError:
-            continue  # A quotation goes on in the next line.
-        pending = ""
-        if words:
-            yield words
-    assert not pending, f"a quotation without an end: {pending}"
 
 
 def check_make(arguments, tmp_path, monkeypatch):

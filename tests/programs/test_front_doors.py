@@ -607,6 +607,7 @@ def weights_below(folder):
     return found
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.slow
 @pytest.mark.table
 @vary(

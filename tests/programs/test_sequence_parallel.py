@@ -139,6 +139,7 @@ def train_in_three_ways(split, heads_of_keys, **case):
     )
 
 
+@pytest.mark.options("sequence_parallel_size")
 @pytest.mark.follows("UlyssesSPAttentionHF.register_with_transformers() returns")
 @vary(
     "world, heads_of_keys, case",
@@ -163,6 +164,7 @@ def pending(**config):
     return train(2, 2, deepcompile=True, **config)[2]["peak_pending"]
 
 
+@pytest.mark.options("seq_parallel_communication_data_type")
 @SLOW
 def test_format_of_gradients_of_sequences(ranks):
     """Gradients would be sent in another format than DeepSpeed's with sequences on several ranks."""
@@ -218,6 +220,7 @@ def trainer_off_and_on(folder, options):
     return losses, losses_off, difference(values, off)
 
 
+@pytest.mark.options("sequence_parallel_size")
 @SLOW
 @vary("options", [{}, SHARDED])
 def test_trainer_splits_sequences(ranks, tmp_path, options):

@@ -3,6 +3,7 @@
 """The pages for people: the blocks of code in them, and their links."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Optional
 
@@ -53,6 +54,21 @@ def blocks() -> List[Block]:
     return found
 
 
+def commands(text: str) -> Iterator[List[str]]:
+    """Yields the words of each command of a shell."""
+    pending = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        pending += f"{line}\n"
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:
+            continue  # A quotation goes on in the next line.
+        pending = ""
+        if words:
+            yield words
+    assert not pending, f"a quotation without an end: {pending}"
+
+
 def links(page: Path) -> Iterator[str]:
     """Yields where the links and the pictures of a page lead to, within the repository."""
     for token in tokens(page):
@@ -62,18 +78,11 @@ def links(page: Path) -> Iterator[str]:
                 yield target
 
 
-class Row(NamedTuple):
-    """What the page of options says of one, and the tests that the page beside it names."""
-
-    text: str
-    tests: List[str]
-
-
-def table_of_options(page: str) -> Dict[str, str]:
-    """Returns the second cell of each row of the tables of a page in ``docs/``, by the full name of each option."""
+def documented() -> Dict[str, str]:
+    """Returns what ``docs/reference/options.md`` says of each option, by the option's full name."""
     rows: Dict[str, str] = {}
     prefix, is_of_options = "", False
-    for line in (ROOT / "docs" / page).read_text().splitlines():
+    for line in (ROOT / "docs" / "reference" / "options.md").read_text().splitlines():
         if line.startswith("#"):
             section = re.fullmatch(r"#+ Section `(\w+)`", line)
             prefix = f"{section[1]}." if section else ""
@@ -81,13 +90,6 @@ def table_of_options(page: str) -> Dict[str, str]:
         is_of_options = bool(cells) and (is_of_options or cells[0] == "option")
         if is_of_options and cells[0].startswith("`"):
             for name in re.findall(r"`([^`]+)`", cells[0]):
-                assert prefix + name not in rows, f"{prefix}{name} has two rows in {page}"
+                assert prefix + name not in rows, f"{prefix}{name} has two rows"
                 rows[prefix + name] = cells[1]
     return rows
-
-
-def documented() -> Dict[str, Row]:
-    """Returns what the pages say of each option."""
-    texts, tests = table_of_options("reference/options.md"), table_of_options("internals/options_to_tests.md")
-    assert texts.keys() == tests.keys(), "both pages must have each option"
-    return {name: Row(text, re.findall(r"\btest_\w+", tests[name])) for name, text in texts.items()}

@@ -91,6 +91,7 @@ def kept_by(ranks, cases, *how, **kwargs):
     return [kept.bytes for kept in engines]
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "stage, backend, model, regional, compiled_by_caller",
     [
@@ -111,6 +112,7 @@ def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, com
     assert none + 128 * 1024 < half < all_ - 128 * 1024
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
 @vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
 def test_within_checkpointed_layers(ranks, stage, backend, model):
@@ -169,6 +171,7 @@ def train_for_three_steps(module, case):
     return loop.end()
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "backend, regional",
     [
@@ -222,6 +225,7 @@ def train_changed_by_others(change, budget, regional, backend):
     return train_for_three_steps(module, case_of(budget, regional, backend=backend))
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "backend, regional",
     [("eager", True), ("eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)],
@@ -284,6 +288,7 @@ def train_with_changed_input(budget, body=ChangesAnInput):
     return end_or_error(loop)
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @pytest.mark.follows("if one was changed, change a copy of it, or set the option to null")
 def test_an_input_that_others_change(ranks):
     """Torch's error would not say that it is the budget that has the backward read an input, and what helps."""
@@ -315,6 +320,7 @@ def test_another_partitioner_of_torch(ranks):
     check(ranks(1).run(train_with_partitioner, partitioners.min_cut_rematerialization_partition))
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 @vary("torchs", [1.0, 0.0])
 def test_each_engine_keeps_its_own(ranks, torchs):
     """The budget of one engine would reach another, or one that has none would not keep what torch is told to."""
@@ -350,6 +356,7 @@ def test_a_budget_is_a_number_from_0_to_1(value):
     assert sentence in str(raised.value)
 
 
+@pytest.mark.options("compile.activation_memory_budget")
 def test_a_budget_of_what_is_not_compiled(ranks):
     """Nobody would be told that a budget has no effect, or every rank would say it."""
     case = case_of(0.5, model=SMALL, steps=1, compile_kwargs={"disable": True})

@@ -218,6 +218,7 @@ def chosen(module, wanted=None, **compile_kwargs):
     return choose_blocks(module, wanted, compile_kwargs)
 
 
+@pytest.mark.options("compile.regional_compilation")
 def test_blocks_that_are_chosen_by_default():
     """The embedding would count as a part around the blocks, and the model be compiled as a whole."""
     model = BlocksWithin()
@@ -262,6 +263,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
     assert blocks == [] and why in reason
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
     """Blocks that the caller has compiled would not be found, or keep the caller's compiled call beside ours."""

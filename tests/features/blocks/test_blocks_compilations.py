@@ -54,6 +54,7 @@ def layers_that_differ(limit, alike=False):
 
 
 # Six graphs of two layers are made where torch would stop at three. Layers that are alike need one.
+@pytest.mark.options("compile.regional_compilation")
 @pytest.mark.follows("raise torch._dynamo.config.recompile_limit before engine.compile()")
 @vary("limit, alike", [(3, False), (1, True)])
 def test_layers_are_compiled_as_often_as_they_differ(ranks, limit, alike):
@@ -61,6 +62,7 @@ def test_layers_are_compiled_as_often_as_they_differ(ranks, limit, alike):
     check(ranks(1).run(layers_that_differ, limit, alike))
 
 
+@pytest.mark.options("compile.regional_compilation")
 def test_layers_that_are_too_different(ranks):
     """The message would not say after how many compilations, and of what, training stopped."""
     (raised,) = ranks(1).run(layers_that_differ, 2)

@@ -44,6 +44,7 @@ def check_by_graphs(results):
 
 
 # With graphs as they are traced, test_parameter_gather.py has the same table.
+@pytest.mark.options("compile.regional_compilation")
 @pytest.mark.slow
 @vary(
     "stage, accumulation, model",

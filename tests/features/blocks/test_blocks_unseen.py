@@ -165,6 +165,7 @@ def train(block, backend="eager", before_step=None, direct=False):
     return pair.end()
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @vary("block", [*LOOKING, *FORWARDS, CallsOn, TakesABlock])
 def test_blocks_that_look_at_themselves(ranks, block, backend):
@@ -180,6 +181,7 @@ def call_forward(block, x):
     return block.forward(x)
 
 
+@pytest.mark.options("compile.regional_compilation")
 def test_blocks_that_torch_does_not_call(ranks):
     """Gradients of blocks whose forward their model calls by itself would wait for graphs that never run."""
     # Nobody sees that the body calls the blocks' forward, so that autograd has the blocks' gradients.
@@ -278,6 +280,7 @@ def copied(block, config):
     return seen, pair.end()
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("world, config", [(1, REGIONAL), (2, OVERLAPPED)], expects="world")
 @vary("block", [Block, WholeState])
 def test_copies(ranks, block, world, config):

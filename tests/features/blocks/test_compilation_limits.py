@@ -129,6 +129,7 @@ FAILED_GUARD = (
 )
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("make, limit", [(Branching, 8), (Cut, 2), (Remembering, 8)], expects="limit")
 def test_warnings_say_what_dynamo_says(ranks, make, limit):
     """A warning would blame a cache or other shapes where a branch is to blame, or hide where a graph ends early."""
@@ -244,6 +245,7 @@ def compilations_without_gradients(case):
     return seen
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("regional, graphs", [(None, 2), (False, 1)], expects="graphs")
 def test_evaluation_compiles_nothing(ranks, regional, graphs):
     """The first evaluation would take as long as the first step, though a page says that it runs uncompiled.

@@ -127,6 +127,7 @@ def check_seen(results):
         assert seen.seen[-1][0]
 
 
+@pytest.mark.options("compile.regional_compilation")
 @pytest.mark.table
 @vary("place, what", [*product(PLACES, WHATS), *product(("block", "body"), MORE_WHATS)])
 @vary("added, removed", [(0, 2), (1, 3)])
@@ -267,6 +268,7 @@ def warnings_of_full_backward_hooks(place, regional, added):
     return beside.end(), [warning for warning in warnings if "full backward hooks" in warning]
 
 
+@pytest.mark.options("compile.regional_compilation")
 @vary("added", [0, 1])
 @vary(
     "place, regional, named",
@@ -310,6 +312,7 @@ def train_with_hooks_of_tensors(place, regional):
     return beside.end(), expected, seen, [warning for warning in warnings if "hooks" in warning]
 
 
+@pytest.mark.options("compile.regional_compilation")
 @pytest.mark.follows("use hooks of tensors, in a forward hook, instead")
 @vary("place, regional", [("in a block", True), ("head", False)])
 def test_hooks_of_tensors_instead(ranks, place, regional):

@@ -122,6 +122,7 @@ def rank_0_evaluates(loop):
     assert not loop.engine.is_compiled
 
 
+@pytest.mark.options("compile.deepcompile")
 @pytest.mark.follows("for DeepCompile set zero_optimization.stage to 1 or 2")
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_before_the_first_training_forward(ranks, stage, accumulation):

@@ -43,6 +43,7 @@ def trained_without_deepcompile():
     return [text for text in texts if "compile." in text], error
 
 
+@pytest.mark.options("compile.deepcompile")
 def test_without_deepcompile_it_trains_as_deepspeed(ranks):
     """``deepcompile: false`` would not be the one switch: other options would be refused, act, or be lost unsaid."""
     (told, error), (of_other, other_error) = ranks(2).run(trained_without_deepcompile)
@@ -210,6 +211,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.options("compile.keep_gathered")
 @pytest.mark.follows(
     "is no number of blocks; set it to one, which may be 0",
     'compile.shard_frozen is shard_parameters now; set it to "frozen"',

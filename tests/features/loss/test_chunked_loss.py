@@ -84,6 +84,7 @@ def check(results):
         assert result.chunked > 0 and result.chunks and min(result.chunks) > 1, result
 
 
+@pytest.mark.options("compile.chunked_loss")
 @vary("name", ["Qwen3", "Gemma2", "OPT", "Phi", "Cohere"])
 @vary("config", [ON, pytest.param(WHOLE, marks=pytest.mark.slow)])
 @vary(
@@ -239,6 +240,7 @@ def train_by_size(evaluates):
     return found, pair.end()
 
 
+@pytest.mark.options("compile.chunked_loss")
 @vary("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_chunks_by_size(ranks, evaluates):
     """A graph that first saw few logits would never be in chunks, or a rank with few wait for one with many."""

@@ -310,6 +310,7 @@ def test_losses_that_are_found(loss):
     assert relative_error(result.outcome, run(loss, compiled=False).outcome) < BOUND
 
 
+@pytest.mark.options("compile.chunked_loss")
 @vary(
     "loss, why",
     [

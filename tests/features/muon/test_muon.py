@@ -22,6 +22,7 @@ LARGE = {"depth": 3, "steps": 10, "compiled": True}
 SCALE_STAYS = {"fp16": {"loss_scale_window": 1000}}
 
 
+@pytest.mark.options("optimizer")
 @pytest.mark.table
 @vary(
     "world, varied",
@@ -132,6 +133,7 @@ def save_and_load(training, folder, saves):
     )
 
 
+@pytest.mark.options("optimizer")
 @vary("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @vary("saves", ["DeepCompile", "DeepSpeed"])
 def test_checkpoints_go_both_ways(ranks, tmp_path, world, saves):
@@ -229,6 +231,7 @@ def as_advised():
 REFUSED = "ValueError: DeepCompile with ZeRO stage 1"
 
 
+@pytest.mark.options("optimizer")
 @pytest.mark.follows(
     "is not supported with Muon, whose updates are computed on the device; leave it out",
     "which has whole matrices, at the wrong places; set it to false",
@@ -259,6 +262,7 @@ def one_matrix(adamw=False):
     return raised(module, torch.optim.AdamW(module.parameters()) if adamw else None)
 
 
+@pytest.mark.options("optimizer")
 @pytest.mark.follows("because partitions are smaller than matrices; use fewer ranks, or AdamW")
 @pytest.mark.slow
 def test_partitions_smaller_than_matrices_are_refused(ranks):

@@ -123,6 +123,7 @@ def _storages():
     return {storage.data_ptr(): storage.nbytes() for storage in memory}
 
 
+@pytest.mark.options("optimizer")
 @vary("world, depth", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_only_states_stay_between_steps(ranks, world, depth):
     """The memory of whole matrices, or of what ranks exchange, would be as large as the momentum."""
@@ -156,6 +157,7 @@ def load(training, folder):
     return said
 
 
+@pytest.mark.options("optimizer")
 def test_checkpoints_are_for_as_many_ranks(ranks, tmp_path):
     """Momentum lies in whole matrices, which another number of ranks would read as a partition of others."""
     training = Training()

@@ -8,6 +8,7 @@ from support.ids import vary
 from support.muon import Training, check, train_beside
 
 
+@pytest.mark.options("optimizer")
 @pytest.mark.table
 @vary(
     "varied",

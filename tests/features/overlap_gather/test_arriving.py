@@ -168,6 +168,7 @@ READS = {
 }
 
 
+@pytest.mark.options("compile.overlap_param_gather")
 @pytest.mark.quick
 @pytest.mark.parametrize("how", READS)
 def test_a_read_waits(how):

@@ -55,6 +55,7 @@ def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accu
         assert result.moved > 1e-3
 
 
+@pytest.mark.options("compile.overlap_param_gather")
 @vary("model", ["OneGraph", "BlocksWithin"])
 def test_a_model_that_calls_its_blocks_itself(ranks, model):
     """The option by itself, as the page of options has it, would be refused where the model's forward calls blocks."""
@@ -229,6 +230,7 @@ def read_after_a_step(case, how, model="Around"):
     return worst
 
 
+@pytest.mark.options("compile.overlap_param_gather")
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
     """What reads flat tensors, past the parameters, has a wait of its own. Without it, it would read old values."""

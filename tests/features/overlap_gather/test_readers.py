@@ -172,6 +172,7 @@ def read_between(case, folder):
     return errors, state["compilations"]
 
 
+@pytest.mark.options("compile.overlap_param_gather")
 def test_readers(ranks, tmp_path):
     """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
     # No option: the gather under the next forward is what everybody gets.
@@ -239,6 +240,7 @@ def write_between(case):
     return errors
 
 
+@pytest.mark.options("compile.overlap_param_gather")
 def test_writers(ranks):
     """What was written between a step and the next forward would be overwritten by what is on its way."""
     for errors in ranks(2).run(write_between, Case(config={})):

@@ -120,6 +120,7 @@ ALL_CASES = [
 ]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows("load the model on the host before deepspeed.initialize(), which cuts it there")
 @vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
 @vary("start", ["host", "meta", "little memory", "others on meta"])
@@ -174,6 +175,7 @@ def without_values(everywhere):
     return outcome(make_engine, module, Case(config=SHARDED))
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("everywhere", [False, True])
 def test_values_that_no_rank_has(ranks, everywhere):
     """Ranks that have values would wait for the first, which has raised, until their time is up."""
@@ -268,6 +270,7 @@ def memory():
     return peak, 6 * partition + outside + 2 * block
 
 
+@pytest.mark.options("compile.shard_parameters")
 def test_the_peak_of_the_set_up(ranks):
     """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
     for peak, most in ranks(2).run(memory):

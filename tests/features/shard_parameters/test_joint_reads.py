@@ -179,6 +179,7 @@ def work_beside_whole(name, shards, folder, **case):
     return [torch.equal(a, b) for a, b in zip(sharded, whole, strict=True)]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("work", [function.__name__ for function in WORKS])
 @vary("shards", ["all", "frozen"])
 @vary("case", [{}, pytest.param({"stage": 2, "dtype": "bf16"}, marks=SLOW)])
@@ -235,6 +236,7 @@ def read_apart(how, shards):
     return said, told, seconds, works
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows("by some ranks alone; do it on all ranks, or within")
 @vary("how", APART)
 @vary("shards", ["all", pytest.param("frozen", marks=SLOW)])

@@ -65,6 +65,7 @@ def left_out_by_one(blocks, shards, evaluates):
     return outcome(lambda: engine.backward(engine(ids, skips)))
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
 @vary("blocks", [*LEFT_OUT])
 @vary("shards, evaluates", [("all", False), pytest.param("frozen", False, marks=SLOW), ("frozen", True)])
@@ -95,6 +96,7 @@ def compare(blocks, instead, each_rank):
     return [all(map(torch.equal, found, results[-1])) for found in results]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("blocks", [*LEFT_OUT])
 def test_blocks_that_all_ranks_leave_out(ranks, blocks):
     """A backward would gather a block that no rank has called, or read the next one before it has come."""

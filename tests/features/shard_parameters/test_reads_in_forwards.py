@@ -157,6 +157,7 @@ def compare(model, shards, delay=None, **more):
     return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest, compiled
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("model", READING)
 @vary("shards", ["all", "frozen"])
 @vary(

@@ -171,6 +171,7 @@ def compare_beside(model, kept):
 TRAINABLE = [model for model in MODELS if model not in ("quantized", "casting")]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("model", TRAINABLE)
 @vary(
     "case",
@@ -268,6 +269,7 @@ def beside_option(option):
     return [same(getattr(first, name), getattr(second, name)) for name in ("losses", "parameters")], first.at_rest
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("option", ["remainders", *(pytest.param(option, marks=SLOW) for option in OPTIONS if option != "remainders")])
 def test_other_options(ranks, option):
     """An option that changes what lies in partitions, or what backwards read, would train to other bits."""
@@ -702,6 +704,7 @@ def work_beside_whole(name, folder, **case):
     return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows("leave compile.optimizer_states out to set states")
 @vary("work", WORKS)
 @vary("case", [{"stage": 2}, pytest.param({"stage": 1, "dtype": "bf16", "groups": 2}, marks=SLOW)])
@@ -722,6 +725,7 @@ def work_beside_whole_with_remainders(name, folder):
 AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary(
     "work",
     [
@@ -768,6 +772,7 @@ def made_anew(destroys):
     return same(*results)
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("destroys", [True, pytest.param(False, marks=SLOW)])
 def test_another_engine_of_a_module_at_rest(ranks, destroys):
     """Trainers make an engine for every call: training again, or validation after it, would find nothing."""
@@ -844,6 +849,7 @@ def linked_in_round_robin_order(config, stage, deepcompile, folder):
     return wrong
 
 
+@pytest.mark.options("zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment")
 @vary("stage", [2, pytest.param(1, marks=SLOW)])
 @vary("config, deepcompile", [(SHARDED, True), (WHOLE, True), ({}, False)])
 def test_round_robin_order(ranks, tmp_path, config, stage, deepcompile):
@@ -907,6 +913,7 @@ def saved_on_each_node(folder, shards, trained):
     return same(*results), has_frozen, all(each.isfinite().all() for each in exported)
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks whose local rank is 0 would have one device")
 @vary("shards, trained", [("all", "all"), ("frozen", "alike"), pytest.param("frozen", "some", marks=SLOW)])
 def test_a_checkpoint_of_each_node(ranks, tmp_path, shards, trained):
@@ -1017,6 +1024,7 @@ def differ(how):
     return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
 @vary("how", [name if name == "evaluates_alone" else pytest.param(name, marks=SLOW) for name in DIFFERS])
 def test_ranks_that_differ(how):
@@ -1058,6 +1066,7 @@ def without_images(shards):
     return outcome(step), time.monotonic() - begin
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
 @vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
 def test_a_rank_without_images(shards):

@@ -154,6 +154,7 @@ def slow_but(kept, cases):
 
 
 # Gathers that come late see what this sees, without other stages, accumulation and generated code.
+@pytest.mark.options("compile.shard_parameters")
 @SLOW
 @vary(
     "model, backend",
@@ -196,6 +197,7 @@ def test_gathers_that_come_late(ranks, model, world):
         assert result.same and result.at_rest >= 18 and result.most_gathered == 2
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("model", slow_but(["slots"], HIDING))
 @vary("backend", ["eager", pytest.param("inductor", marks=SLOW)])
 def test_values_that_leave_a_block_unseen(ranks, model, backend):
@@ -373,6 +375,7 @@ def refusals(folder):
     return messages
 
 
+@pytest.mark.options("compile.shard_parameters")
 def test_what_is_refused_at_rest(ranks, tmp_path):
     """Each of these would compute with, or save, memory that holds nothing."""
     for rank, messages in enumerate(ranks(2).run(refusals, str(tmp_path))):
@@ -607,6 +610,7 @@ def work_beside_whole(name, folder, **case):
     return same(*results)
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("work", WORKS)
 @vary("stage", [1, 2])
 def test_what_works_at_rest(ranks, tmp_path, work, stage):
@@ -743,6 +747,7 @@ def views_that_are_kept(more):
     return lines, sizes
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows("drop it, or clone() it, to have them sharded by compile.shard_parameters")
 @vary("more", [0, pytest.param(1, marks=SLOW)])
 def test_views_that_are_kept(ranks, more):
@@ -981,6 +986,7 @@ def without_frozen_parameters():
     return lines
 
 
+@pytest.mark.options("compile.shard_parameters")
 def test_without_frozen_parameters(ranks):
     """Who has nothing frozen would believe that the option saves memory."""
     for lines in ranks(2).run(without_frozen_parameters):

@@ -66,6 +66,7 @@ def texts(shards):
     return alone, found, of_copies
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("shards", ["all", "frozen"])
 def test_texts_of_different_lengths(ranks, shards):
     """A rank whose text has ended would go on, and gather other blocks than a rank that still generates."""
@@ -120,6 +121,7 @@ def waits_for_others():
     return found
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.slow
 def test_which_models_wait_for_others(ranks):
     """A model would wait for ranks that share no parameters with its own, or not wait where it must."""

@@ -41,6 +41,7 @@ def compare(training, folder):
     return [torch.equal(*pair) for pair in zip(*results, strict=True)], sharded
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary(
     "world, varied",
     [

@@ -94,6 +94,7 @@ SLOW = pytest.mark.slow
 ORDERS = ("01323", "0L1L2L3L", *(pytest.param(each, marks=SLOW) for each in ("3210", "00112233", "203102", "L01L23L")))
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.table
 @vary("shards", ["all", "frozen"])
 @vary("order", ORDERS)

@@ -187,6 +187,7 @@ CASES = [
 ]
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("model", OUTSIDE)
 @vary("case", CASES)
 def test_it_trains_to_the_same_bits(ranks, model, case):
@@ -228,6 +229,7 @@ def sent(model, kept):
     return sends, len(whole), alone
 
 
+@pytest.mark.options("compile.keep_gathered")
 @vary("model", ["plain", pytest.param("non-reentrant", marks=SLOW)])
 @vary(
     "kept, sends, whole",
@@ -351,6 +353,7 @@ def memory(kept, checkpoints):
     return names, sharded.outside.memory.nbytes, held
 
 
+@pytest.mark.options("compile.shard_parameters", "compile.keep_gathered")
 @vary("kept", [0, pytest.param(2, marks=SLOW)])
 @vary("checkpoints", [False, pytest.param(True, marks=SLOW)])
 def test_when_memory_is_given_back(ranks, kept, checkpoints):

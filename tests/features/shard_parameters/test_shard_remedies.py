@@ -245,6 +245,7 @@ REMEDIES = {
 }
 
 
+@pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows(
     "and cannot be trained; set requires_grad before the engine is made",
     "and another rank was to save it; save it on rank 0 alone",

@@ -83,6 +83,7 @@ def train(model, shards, kept):
         return pair.last_error(), at_rest
 
 
+@pytest.mark.options("compile.shard_parameters")
 @vary("kept", [None, pytest.param(2, marks=SLOW)])
 @vary("model, shards", [(Controlled, "all"), (Controlled, "frozen"), pytest.param(UNet, "all", marks=SLOW)])
 def test_blocks_that_read_what_blocks_elsewhere_return(ranks, model, shards, kept):

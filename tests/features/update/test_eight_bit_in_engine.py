@@ -102,6 +102,7 @@ def train_both_ways(run, between=None):
     )
 
 
+@pytest.mark.options("compile.optimizer_states")
 @pytest.mark.follows(
     "has no form for the third state of amsgrad=true; set amsgrad to false",
     "set torch_autocast.dtype to bfloat16, or leave {} out",
@@ -179,6 +180,7 @@ def train_rarely_hit(stage, steps=30, rare=(0, 24)):
     return found
 
 
+@pytest.mark.options("compile.optimizer_states")
 @vary("stage", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_experts_that_are_rarely_hit(ranks, stage):
     """If a second moment decayed to zero in 8 bits, the next gradient would move weights by thousands of rates."""
@@ -289,6 +291,7 @@ def save_and_load(run, folder, early):
     return Loaded([name for name in differing(loaded, before) if "_codes" not in name], end)
 
 
+@pytest.mark.options("compile.optimizer_states")
 @vary("early", [False, True])
 @vary("stage, dtype", [(2, "fp32"), (1, "bf16")])
 def test_saved_and_loaded(ranks, tmp_path, stage, dtype, early):

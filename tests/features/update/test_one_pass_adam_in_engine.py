@@ -221,6 +221,7 @@ def kinds_of_rules():
     return found
 
 
+@pytest.mark.options("compile_kwargs.disable", "TORCH_COMPILE_DISABLE=1")
 def test_one_pass_with_inductor(ranks):
     """Who asked torch not to compile would wait for a compiler all the same."""
     own = [OwnRanges]

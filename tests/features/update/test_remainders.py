@@ -117,6 +117,7 @@ ADAMS = {
 }
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @vary(
     "states, make, offset",
     [("fp32", name, 0) for name in ADAMS] + [("8bit", "AdamW", at) for at in (0, 77)],

@@ -215,6 +215,7 @@ def set_states(engine):
             safe_set_full_optimizer_state(parameter, torch.full(parameter.shape, value, device=device()), name)
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @vary(
     "varied",
     [
@@ -286,6 +287,7 @@ def train_adam(run, name):
     return OfAdam(kind, relative_error(*ends), relative_error(ends[1], before), right)
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @vary("name", ADAMS)
 def test_each_adam(ranks, name):
     """The optimizer in C++ has its count of steps, and how weights decay, in other places than torch's."""
@@ -343,6 +345,7 @@ def load(run, folder, tag, expected, before):
     return Passed(loaded, end, right)
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @pytest.mark.table
 @vary(
     "saves, loads, before, varied",
@@ -505,6 +508,7 @@ def write(run):
     return right
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @vary("overlapped", [False, True])
 def test_master_weights_are_read_and_written(ranks, overlapped):
     """A write that only the owner of a parameter sees would have ranks train on different parameters."""
@@ -805,6 +809,7 @@ def scale_rows(run, kind):
     return said, right
 
 
+@pytest.mark.options("compile.store_param_remainders")
 @pytest.mark.follows("set its max_norm to None, or leave compile.{} out")
 @vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
 def test_embeddings_with_a_max_norm(ranks, kind):

@@ -120,6 +120,7 @@ def apart(some, others):
     return values, losses, abs(some[2] - others[2])
 
 
+@pytest.mark.options("expert_parallel")
 @vary(
     "world, on_ranks, case",
     [
@@ -213,6 +214,7 @@ def auto_ep_off_and_on(stage):
     return apart(on, off), from_graphs
 
 
+@pytest.mark.options("expert_parallel")
 @vary("stage", [pytest.param(1, marks=SLOW), 2])
 def test_auto_ep_trains_as_without_deepcompile(ranks, stage):
     """Experts would be averaged with those of the other rank."""

@@ -84,6 +84,7 @@ class Pretrained(torch.nn.Module):
         return use_cache
 
 
+@pytest.mark.options("compile.deepcompile")
 @pytest.mark.follows("call them with use_cache=True to have a cache")
 @pytest.mark.quick
 def test_which_forwards_keep_no_cache(monkeypatch):
@@ -164,6 +165,7 @@ def with_memory(checkpointed):
     return Losses(losses[:3], losses[3:])
 
 
+@pytest.mark.options("compile.deepcompile")
 @vary("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_cache_that_a_model_reads_stays(one_rank, checkpointed):
     """A model that reads the cache of its first half would find none, or a checkpoint compute another thing again."""
@@ -256,6 +258,7 @@ def packed_losses():
     return loss, *alone
 
 
+@pytest.mark.options("compile.deepcompile")
 def test_packed_sequences_are_kept_apart(one_rank):
     """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
     ((loss, without, with_cache),) = one_rank.run(packed_losses)

@@ -120,6 +120,7 @@ def is_rounded(recorded, counted):
     return 0 < counted <= recorded <= counted + (20 * 512 if torch.cuda.is_available() else 0)
 
 
+@pytest.mark.options("compile.memory_picture")
 def test_the_data_is_what_the_engine_knows(recorded, folder):
     """A tensor that is classified by where it was allocated, and not by who holds it, counts for the wrong band."""
     for rank, truth in enumerate(recorded):
@@ -203,6 +204,7 @@ def without_deepcompile(case, folder):
     return size
 
 
+@pytest.mark.options("compile.memory_picture")
 def test_without_the_key_and_without_deepcompile(ranks, recorded, tmp_path):
     """An engine without the key would carry a recorder, or one without DeepCompile would record nothing."""
     assert ranks(2).run(without_the_key, CASE) == [(False, [])] * 2
@@ -350,6 +352,7 @@ def refusals(folder):
     return said
 
 
+@pytest.mark.options("compile.memory_picture")
 @pytest.mark.follows("and this engine has stage {}; leave {} out", "{}.folder: {}; name another folder")
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
     """A training would find out at its step that it cannot write, hours later."""

@@ -69,6 +69,7 @@ def of_ours(found):
     return {name: values for name, values in found.items() if re.search("gradients|memory", name)}
 
 
+@pytest.mark.options("compile.monitor_memory")
 @pytest.mark.follows("has no effect without steps_per_print; set steps_per_print")
 def test_monitors_get_counters_and_peaks(ranks, tmp_path):
     """A counter that is written in another step than it was counted in would be another step's."""
@@ -107,6 +108,7 @@ def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
     assert first[-1]["from_graphs"] == 3 * first[1]["from_graphs"]
 
 
+@pytest.mark.options("compile.monitor_memory")
 @pytest.mark.follows("has no effect without a monitor; enable tensorboard")
 def test_warned_without_a_monitor(ranks, tmp_path):
     """Memory would not be written, and nobody would say why."""
