@@ -1,25 +1,26 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The programs of ``examples/``, as the recipes of ``docs/recipes`` run them, under DeepSpeed's launcher.
+"""The programs of ``examples/``, as the recipes of ``docs/recipes`` show them, under DeepSpeed's launcher.
 
-They run on two GPUs, in two processes on one, or on CPU.
+They run on two GPUs, in two processes on one, or on CPU. A recipe's commands with ``--tiny`` run as the page has them.
 """
 
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from support import shared_gpus
+from support.documentation import ROOT, commands
 from support.pool import free_port, remove_buffers
 
 pytestmark = pytest.mark.program("examples", "docs/recipes", "requirements/front_doors.txt")
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = ROOT / "examples"
+RECIPES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 # The packages that each needs besides transformers.
 PROGRAMS = {
     "plain_loop.py": [],
@@ -31,22 +32,21 @@ PROGRAMS = {
     "trl_preferences.py": ["accelerate", "datasets", "trl"],
     "long_sequences.py": ["accelerate"],
 }
-ONE_EPOCH = "--epochs 1 --lr 1e-2"
-# What runs: the programs, and then what the recipes of docs/recipes give them.
-RUNS = {
-    "plain_loop": f"plain_loop.py {ONE_EPOCH}",
-    "float8_loop": f"float8_loop.py {ONE_EPOCH}",
-    "hf_trainer": f"hf_trainer.py {ONE_EPOCH}",
-    "accelerate_loop": f"accelerate_loop.py {ONE_EPOCH}",
-    "trl_lora": f"trl_lora.py {ONE_EPOCH}",
-    "lora_70b": f"trl_lora.py {ONE_EPOCH} --micro-batch 4 --shard",
-    "pretraining": "finetune.py --lr 1e-2 --from-scratch --pack --length 128 --accumulation 2 --budget 0.5",
-    "packing": "finetune.py --lr 1e-2 --pack --length 128 --micro-batch 1",
-    "experts": "finetune.py --lr 1e-2 --experts --shard --remainders --checkpoint",
-    "dpo": "trl_preferences.py --epochs 1 --lr 1e-2 --method dpo",
-    "grpo": "trl_preferences.py --epochs 1 --lr 1e-3 --method grpo --micro-batch 4 --shard",
-    "long_sequences": f"long_sequences.py {ONE_EPOCH}",
-}
+
+
+def tiny_commands(recipe):
+    """Lists the program and its arguments of each command of a recipe that has ``--tiny``."""
+    shown = re.findall(r"(?ms)^```sh\n(.*?)^```", recipe.read_text())
+    found = [words for block in shown for words in commands(block) if "--tiny" in words]
+    starts = [next(place for place, word in enumerate(words) if word.startswith("examples/")) for words in found]
+    return [" ".join(words[start:]).removeprefix("examples/") for words, start in zip(found, starts)]
+
+
+OF_RECIPES = {recipe: tiny_commands(recipe) for recipe in RECIPES}
+RUNS = [
+    *(f"{program} --tiny" for program in ("plain_loop.py", "float8_loop.py", "hf_trainer.py", "accelerate_loop.py")),
+    *("trl_lora.py --tiny", *dict.fromkeys(run for runs in OF_RECIPES.values() for run in runs)),
+]
 # What of a run's losses is expected to fall: losses of rewards need not.
 LEAST = {"dpo": 0.05, "grpo": None}
 
@@ -64,7 +64,7 @@ def test_says_what_it_needs(tmp_path, program):
 
 
 def run(tmp_path, arguments):
-    """Runs a program with ``--tiny`` in two processes; returns what it printed."""
+    """Runs a program in two processes; returns what it printed."""
     program, *arguments = arguments.split()
     for package in ["transformers", *PROGRAMS[program]]:
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
@@ -75,7 +75,7 @@ def run(tmp_path, arguments):
         [
             *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)),
             *("--num_gpus" if gpus else "--num_accelerators", "2", *shared),
-            *(str(EXAMPLES / program), "--tiny", *arguments),
+            *(str(EXAMPLES / program), *arguments),
         ],
         cwd=tmp_path,
         env={
@@ -97,23 +97,28 @@ def losses_of(printed):
     return [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", printed)]
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_trains(tmp_path, name):
+@pytest.mark.parametrize("arguments", RUNS)
+def test_trains(tmp_path, arguments):
     """A program or a recipe would not run as it stands, need a download, or train without DeepCompile."""
-    printed = run(tmp_path, RUNS[name])
-    losses, least = losses_of(printed), LEAST.get(name, 0.2)
+    words = arguments.split()
+    method = "grpo" if "grpo" in words else "dpo" if "dpo" in words else None
+    # In a moment, and so fast that the losses show it.
+    epochs = "" if words[0] == "finetune.py" else "--epochs 1"
+    printed = run(tmp_path, f"{arguments} {epochs} --lr {'1e-3' if method == 'grpo' else '1e-2'}")
+    losses, least = losses_of(printed), LEAST.get(method, 0.2)
     assert len(losses) >= 8 and (least is None or losses[-1] < losses[0] - least), printed
     counts = re.findall(r"(\d+) gradients came from compiled graphs", printed)
     # Accelerate prints on the first rank of each host. On one GPU all ranks have the local rank 0.
     shared = torch.cuda.device_count() == 1
-    assert len(counts) == (2 if shared and name == "accelerate_loop" else 1), printed
+    expected = 0 if "--off" in words else 2 if shared and words[0] == "accelerate_loop.py" else 1
+    assert len(counts) == expected, printed
     assert all(int(count) > 0 for count in counts), printed
     assert "DeepCompile compiles parts of the model again" not in printed
 
 
 def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     """The recipe of all parameters would resume with other weights or batches, or export what cannot be loaded."""
-    arguments = "finetune.py --lr 1e-2 --steps 16 --checkpoint --shard --remainders --accumulation 2 --output run"
+    arguments = "finetune.py --tiny --lr 1e-2 --checkpoint --shard --remainders --accumulation 2 --output run"
     whole = losses_of(run(tmp_path, f"{arguments} --save-every 8 --export"))
     (tmp_path / "run" / "latest").write_text("global_step8")
     printed = run(tmp_path, f"{arguments} --resume")
@@ -123,3 +128,12 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     from transformers import AutoModelForCausalLM
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_runs_and_says_where_its_figures_are_from(recipe):
+    """A recipe would have no program that a test runs, or figures of which nobody knows whether they were measured."""
+    assert OF_RECIPES[recipe] != []
+    assert all(run.split()[0] in PROGRAMS for run in OF_RECIPES[recipe])
+    assert re.search(r"\*\*(Measured|Computed|Not measured)\*\*", recipe.read_text())

@@ -34,8 +34,8 @@ ON_CPU = {
     },
     # Its strategy and DeepSpeed ask the device for its number.
     "lightning_fit.py": {
-        'DeepSpeedStrategy(config="ds_plain.json"), devices=8,': "OnCPU("
-        'config="ds_plain.json", parallel_devices=[torch.device("cpu", 0)]), num_nodes=2,',
+        "DeepSpeedStrategy(config=CONFIG), devices=8,": "OnCPU("
+        'config=CONFIG, parallel_devices=[torch.device("cpu", 0)]), num_nodes=2,',
         'NAME = "': "class OnCPU(DeepSpeedStrategy):\n"
         "    def setup_environment(self):\n        super(DeepSpeedStrategy, self).setup_environment()\n\n"
         "# Each rank is a host, because Lightning gives each rank of a host a device of its own.\nimport os\n"
@@ -45,13 +45,25 @@ ON_CPU = {
 PACKAGES = {"sft.py": "trl", "lightning_fit.py": "lightning"}
 
 
+LAUNCHERS = {"accelerate": "accelerate.commands.accelerate_cli", "deepspeed": "deepspeed.launcher.runner"}
+
+
 def command(port, program):
     """Returns the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
-    if program == "accelerated.py":
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml"]
-        return [*launch, "--num_processes", "2", "--main_process_port", str(port), program]
-    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    return [*launch, "--master_port", str(port), program]
+    commands = [line.split() for block in page() if block.language == "sh" for line in block.text.splitlines()]
+    shown = next((words for words in commands if words[-1] == program), ["deepspeed", "--num_gpus", "8", program])
+    launcher, *arguments = shown[:-1]
+    if launcher == "accelerate":
+        arguments += ["--num_processes", "2", "--main_process_port", str(port)]
+    else:
+        assert arguments == ["--num_gpus", "8"]
+        arguments = ["--num_accelerators", "2", "--master_port", str(port)]
+    return [sys.executable, "-m", LAUNCHERS[launcher], *arguments, program]
+
+
+def page():
+    """Lists the page's blocks."""
+    return [block for block in blocks() if block.where.startswith(PAGE)]
 
 
 @pytest.mark.parametrize("program", ON_CPU)
@@ -61,7 +73,7 @@ def test_a_program_of_the_page_trains(tmp_path, program):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     model = runpy.run_path(str(ROOT / "examples" / "tiny.py"))["tiny_model"]()
     shutil.copytree(model, tmp_path / "model")
-    files = {block.file: block.text for block in blocks() if block.file and block.where.startswith(PAGE)}
+    files = {block.file: block.text for block in page() if block.file}
     for name, text in files.items():
         for shown, on_cpu in ON_CPU.get(name, {}).items():
             assert shown in text, f"{name} no longer has {shown}"
