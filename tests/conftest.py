@@ -170,11 +170,10 @@ def pytest_terminal_summary(terminalreporter, config):
         passed = len(terminalreporter.stats.get("passed", []))
         for line in sanitizer.summary(config.option.sanitizer, passed, sanitizer.found(config.stash[REPORTS])):
             terminalreporter.write_line(line)
-    if config.option.every_model:
-        from support import models_table
+    if config.option.every_model or config.option.every_optimizer:
+        from support import tables
 
-        models_table.print_table(terminalreporter)
-    if config.option.every_optimizer:
-        from support import optimizers_table
-
-        optimizers_table.print_table(terminalreporter)
+        if config.option.every_model:
+            tables.print_models(terminalreporter)
+        if config.option.every_optimizer:
+            tables.print_optimizers(terminalreporter)
