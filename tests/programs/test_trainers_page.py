@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole programs of docs/start/trainers.md train in two processes on CPU, by the files that the page shows."""
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from support import programs
 from support.documentation import ROOT, blocks
 from support.pool import free_port, remove_buffers
 
@@ -45,13 +44,17 @@ ON_CPU = {
 PACKAGES = {"sft.py": "trl", "lightning_fit.py": "lightning"}
 
 
-def command(port, program):
-    """Returns the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
-    if program == "accelerated.py":
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml"]
-        return [*launch, "--num_processes", "2", "--main_process_port", str(port), program]
-    launch = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2"]
-    return [*launch, "--master_port", str(port), program]
+def run(program, folder):
+    """Runs the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
+    variables = {"HF_HUB_OFFLINE": "1", **programs.ON_CPU}
+    if program != "accelerated.py":
+        return programs.launch(["--num_accelerators", 2, program], folder, **variables)
+    port = free_port()
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml"]
+    ranks = ["--num_processes", 2, "--main_process_port", port]
+    finished = programs.run_program([*launcher, *ranks, program], folder, **variables)
+    remove_buffers(port)
+    return finished
 
 
 @pytest.mark.parametrize("program", ON_CPU)
@@ -70,21 +73,7 @@ def test_a_program_of_the_page_trains(tmp_path, program):
         # The learning rate is for a trained model.
         text = text.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("1e-4", "1e-2")
         (tmp_path / name).write_text(prefix + text)
-    port = free_port()
-    finished = subprocess.run(
-        command(port, program),
-        cwd=tmp_path,
-        env={
-            # As a person's shell has it.
-            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-            **{"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    remove_buffers(port)
+    finished = run(program, tmp_path)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]
     assert len(losses) >= 8 and losses[-1] < losses[0] - 0.2, finished.stdout
