@@ -179,7 +179,7 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv dist build/wheel build/editable build/sanitizers build/site build/faults build/cpu_seconds.tsv benchmark-results .pytest_cache \
+	rm -rf .venv dist build/wheel build/editable build/sanitizers build/site build/faults benchmark-results .pytest_cache \
 		.ruff_cache .mypy_cache .hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

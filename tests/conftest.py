@@ -76,7 +76,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--cpu-limits",
         action="store_true",
-        help="record the CPU-seconds of each test, and fail a test that takes far more than its mark allows",
+        help="fail a test that takes far more CPU-seconds than its mark allows",
     )
     parser.addoption("--changed-since", help="the commit since which programs have changed that make test runs")
     parser.addoption(
@@ -108,10 +108,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     option = config.option
-    if option.cpu_limits:
-        config.pluginmanager.register(cpu_budget.Recorder(enforces=_has_warm_ranks()))
-        if not hasattr(config, "workerinput"):
-            config.pluginmanager.register(cpu_budget.Printer())
+    if option.cpu_limits and _has_warm_ranks():
+        config.pluginmanager.register(cpu_budget.Limits())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.option.gpu and not config.option.collectonly:
         import torch
@@ -176,11 +174,10 @@ def pytest_terminal_summary(terminalreporter, config):
         passed = len(terminalreporter.stats.get("passed", []))
         for line in sanitizer.summary(config.option.sanitizer, passed, sanitizer.found(config.stash[REPORTS])):
             terminalreporter.write_line(line)
-    if config.option.every_model:
-        from support import models_table
+    if config.option.every_model or config.option.every_optimizer:
+        from support import tables
 
-        models_table.print_table(terminalreporter)
-    if config.option.every_optimizer:
-        from support import optimizers_table
-
-        optimizers_table.print_table(terminalreporter)
+        if config.option.every_model:
+            tables.print_models(terminalreporter)
+        if config.option.every_optimizer:
+            tables.print_optimizers(terminalreporter)

@@ -83,9 +83,6 @@ WRITERS = {
         "features.muon.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
     },
 }
-# Private names that the fork gives to objects of the base, and one of Python's named tuples.
-OWN_NAMES = {"_deepcompile", "_compile_arguments", "_memory_recorder", "_replace", "_asdict"}
-COMPILER = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor")
 
 
 def name_of(path):
@@ -417,36 +414,6 @@ def private_names(tree):
         else:
             continue
         yield from (name for name in names if any(map(is_private, name.split("."))))
-
-
-def own_names(tree):
-    """Yields the names that a module defines, and the attributes that its classes give themselves."""
-    for node in run_nodes(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            yield node.name
-        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
-            name = dotted(node)
-            yield name.removeprefix("self.")
-
-
-def test_the_docs_list_who_uses_private_names():
-    """A move to another torch would miss a file that uses what torch may change without notice."""
-    trees = modules()
-    own = {name for tree in trees.values() for name in own_names(tree)} | OWN_NAMES
-    found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
-    for name, tree in trees.items():
-        parts = name.removeprefix(f"{CORE}.").split(".")
-        file = f"{'/'.join(parts[:-1])}/" if len(parts) > 1 else f"{name}.py"
-        for private in private_names(tree):
-            file = file.replace(f"{CORE}.", "")
-            if private.startswith(COMPILER):
-                found["of torch's compiler"].add(file)
-            elif not {part for part in private.split(".") if is_private(part)} <= own:
-                found["others of torch, and those of the base"].add(file)
-    page = (ROOT / "docs" / "internals" / "architecture.md").read_text()
-    for kind, files in found.items():
-        (row,) = re.findall(rf"(?m)^ *\| {kind} \|(.*)\|$", page)
-        assert {*re.findall(r"`([^`]+)`", row)} == files, kind
 
 
 def test_sharded_parameters_use_private_torch_in_one_file():

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.benchmarks import BENCHMARKS, benchmarks
 from support.pool import free_port
+from support.programs import ON_CPU, launch, run_program
 
 PROGRAM = pytest.mark.program("benchmarks", "requirements/benchmarks.txt")
 
@@ -40,16 +40,13 @@ with open(arguments[arguments.index("--json") + 1], "w") as file:
 
 def compare(*arguments):
     """Runs benchmarks.compare on the CPU, as a shell in the repository's root would; returns the finished process."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks.compare", *arguments],
-        cwd=ROOT,
-        env={**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    return run_program([sys.executable, "-m", "benchmarks.compare", *arguments], ROOT, **ON_CPU)
+
+
+def beside_benchmarks(folder):
+    """Links the package in a folder, where the checkout's deepspeed/, a part of the package, is not. Returns it."""
+    (folder / "benchmarks").symlink_to(BENCHMARKS)
+    return folder
 
 
 SEQ = 16
@@ -330,18 +327,11 @@ def test_figures_of_a_step_on_the_host(package, monkeypatch):
 
 @PROGRAM
 def test_parts_of_a_step_on_the_host(tmp_path):
-    # Not from the repository's root, whose folder deepspeed/ has only a part of the package.
-    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    printed = subprocess.run(
-        [sys.executable, "-m", "benchmarks.host", "--numel", "5000", "--repetitions", "1"],
-        cwd=tmp_path,
-        env={**environment, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
+    command = [sys.executable, *"-m benchmarks.host --numel 5000 --repetitions 1".split()]
+    ended = run_program(command, beside_benchmarks(tmp_path), **ON_CPU, **alone, MASTER_PORT=str(free_port()))
+    printed = ended.stdout
+    assert ended.returncode == 0, printed
     figures = dict(re.findall(r"^(norm|ranges|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
     assert list(figures) == ["norm", "ranges", "Adam", "host memory"], printed
     # Seven numbers of four bytes for each element, to the last digit printed.
@@ -355,18 +345,8 @@ def test_parts_of_a_step_on_the_host(tmp_path):
 )
 def test_steps_in_which_ranks_exchange_tokens(tmp_path, arguments):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
-    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
-    launcher = f"-m deepspeed.launcher.runner --num_accelerators 2 --master_port {free_port()} --module"
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    printed = subprocess.run(
-        [sys.executable, *f"{launcher} benchmarks.exchanges {arguments} --tiny".split()],
-        cwd=tmp_path,
-        env={**environment, "DS_ACCELERATOR": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-    ).stdout
+    command = f"--num_accelerators 2 --module benchmarks.exchanges {arguments} --tiny".split()
+    printed = launch(command, beside_benchmarks(tmp_path), **ON_CPU).stdout
     mode = {1: "off", 2: "DeepCompile", 3: "DeepCompile, sharded"}[len(arguments.split())]
     assert re.search(rf"^{arguments.split()[0]}, {mode}: [\d.]+ ms a step, .* losses [\d.]+ to [\d.]+$", printed, re.M)
 
@@ -374,18 +354,10 @@ def test_steps_in_which_ranks_exchange_tokens(tmp_path, arguments):
 @PROGRAM
 def test_parts_of_a_step_on_one_device(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
-    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    printed = subprocess.run(
-        [sys.executable, *"-m benchmarks.parts --shape tiny --layers 1 --seq 32 --repetitions 1 --json out".split()],
-        cwd=tmp_path,
-        # Blocks and losses run as they are: a C++ compiler takes long.
-        env={**environment, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-    ).stdout
+    options = "--shape tiny --layers 1 --seq 32 --repetitions 1 --json out".split()
+    command = [sys.executable, "-m", "benchmarks.parts", *options]
+    # Blocks and losses run as they are: a C++ compiler takes long.
+    printed = run_program(command, beside_benchmarks(tmp_path), **ON_CPU, TORCHDYNAMO_DISABLE="1").stdout
     kinds = re.findall(r"^(AdamW|remainders|norm|loss|model)[^\n]*? [\d.]+ ms", printed, re.MULTILINE)
     assert kinds == ["AdamW"] * 5 + ["remainders"] * 2 + ["norm"] + ["loss"] * 5 + ["model"], printed
     told = json.loads((tmp_path / "out").read_text())
@@ -538,8 +510,7 @@ def test_systems_train_alike(package, tmp_path):
     for kind in ("losses", "frontier"):
         picture = tmp_path / f"{kind}.png"
         draw = [sys.executable, "-m", "benchmarks.pictures", kind, picture, tmp_path / "fork.json"]
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-        assert subprocess.run(draw, cwd=ROOT, env=environment).returncode == 0 and picture.stat().st_size > 5000
+        assert run_program(draw, ROOT).returncode == 0 and picture.stat().st_size > 5000
     for other in systems[1:2] + systems[3:]:
         assert fork["losses"] == pytest.approx(results[other]["losses"], rel=1e-5)
     bucket, whole = 4 * fork["run"]["bucket"], 4 * fork["parameters"]

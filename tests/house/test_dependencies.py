@@ -224,6 +224,7 @@ MOVED = {
     "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now",
     "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now",
     "deepspeed.compile.features.fits is deepspeed.compile.fits now",
+    "deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now",
 )
 def test_every_file_can_be_imported():
     """A file that few trainings need would import a name that is gone."""

@@ -4,18 +4,16 @@
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from deepspeed.compile.tools.fits.gradients import one_of
 
+from support.benchmarks import BENCHMARKS
 from support.ids import vary
-from support.pool import free_port
+from support.programs import ON_CPU, launch
 
 GIB = 2**30
 
@@ -173,27 +171,16 @@ OVERLAPPED = "fork before, gather overlapped"
 
 @pytest.mark.program("benchmarks")
 def test_collectives_are_measured_and_compared(package, tmp_path):
-    (tmp_path / "benchmarks").symlink_to(package("scale").__file__.rpartition(os.sep)[0])
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    environment.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), DS_ACCELERATOR="cpu")
+    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
     file = tmp_path / "measured.json"
-    options = ["--smallest", "10", "--largest", "12", "--repetitions", "2", "--json", str(file)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.collectives", *options],
-            cwd=tmp_path,
-            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ("0", "1")
-    ]
-    printed = [rank.communicate(timeout=300)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], printed
+    options = ["--smallest", 10, "--largest", 12, "--repetitions", 2, "--json", file]
+    command = ["--num_accelerators", 2, "--module", "benchmarks.collectives", *options]
+    ended = launch(command, tmp_path, **ON_CPU)
+    assert ended.returncode == 0, ended.stdout
     found = json.loads(file.read_text())
     assert found["ranks"] == 2
     for name, times in found["seconds"].items():
-        assert name in printed[0]
+        assert name in ended.stdout
         assert list(times) == ["2048", "4096", "8192"] and all(took > 0 for took in times.values())
     table = package("scale").fit(file, package("scale").Cluster())
     assert table.count("\n") == 1 + len(found["seconds"]) - 1, "all but the all-reduce, which nothing in a step uses"

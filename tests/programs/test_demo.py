@@ -3,45 +3,22 @@
 """The demo and the programs of the pages run under DeepSpeed's launcher, and the demo prints its table."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.documentation import blocks
-from support.pool import free_port, remove_buffers
+from support.programs import ON_CPU, launch
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
-def launch(script, *arguments, processes=2, folder=ROOT / "tests", **environment):
+def run(script, *arguments, processes=2, folder=ROOT / "tests", **environment):
     """Runs a script in processes on CPU, in a folder and with an environment, and returns the finished launcher."""
-    # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
-    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
-    port = free_port()
-    launcher += ["--num_accelerators", str(processes), "--master_port", str(port)]
-    finished = subprocess.run(
-        [*launcher, str(script), *arguments],
-        # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
-        cwd=folder,
-        env={
-            # As a person's shell has it: with this variable Python does not find what lies beside a script.
-            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-            "DS_ACCELERATOR": "cpu",
-            "CUDA_VISIBLE_DEVICES": "",
-            **environment,
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    remove_buffers(port)
-    return finished
+    launcher = ("--quiet", "--num_accelerators", processes)
+    return launch([*launcher, script, *arguments], folder, **ON_CPU, **environment)
 
 
 @pytest.mark.program("examples/demo")
@@ -50,7 +27,7 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     file = tmp_path / "results.json"
     shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
     files = ["--json", str(file), "--pictures", str(tmp_path)]
-    finished = launch(DEMO, "--steps", "3", "--backend", "eager", *shape, *files)
+    finished = run(DEMO, "--steps", "3", "--backend", "eager", *shape, *files)
     assert finished.returncode == 0, finished.stdout
     rows = ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step")
     for row in (*rows, "A CPU shows"):
@@ -81,7 +58,7 @@ def test_trains_with_muon(tmp_path):
     shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
     arguments = ["--steps", "3", "--backend", "eager", "--optimizer", "muon", *shape, "--json", str(file)]
     # To compile Newton-Schulz for each shape of a matrix takes a minute.
-    finished = launch(DEMO, *arguments, TORCH_COMPILE_DISABLE="1")
+    finished = run(DEMO, *arguments, TORCH_COMPILE_DISABLE="1")
     assert finished.returncode == 0, finished.stdout
     assert "gradient_clipping" not in finished.stdout
     results = json.loads(file.read_text())
@@ -91,7 +68,7 @@ def test_trains_with_muon(tmp_path):
 
 @pytest.mark.program("examples/demo")
 def test_the_demo_refuses_in_a_sentence():
-    finished = launch(DEMO, "--steps", "2", processes=1)
+    finished = run(DEMO, "--steps", "2", processes=1)
     assert finished.returncode != 0
     assert "--steps must be at least 3" in finished.stdout
     assert "Traceback" not in finished.stdout, finished.stdout
@@ -126,7 +103,7 @@ def test_program_of_the_docs_runs(tmp_path):
     (command,) = [block.text.split() for block in page if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
     arguments = [str(tmp_path / argument) if argument in files else argument for argument in arguments]
-    finished = launch(tmp_path / "train.py", *arguments, folder=tmp_path)
+    finished = run(tmp_path / "train.py", *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"micro-batch \d+: loss ([\d.]+)", finished.stdout)]
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.2

@@ -15,7 +15,7 @@ import torch
 
 from support import shared_gpus
 from support.documentation import ROOT, commands
-from support.pool import free_port, remove_buffers
+from support.programs import launch
 
 pytestmark = pytest.mark.program("examples", "docs/recipes", "requirements/front_doors.txt")
 
@@ -68,27 +68,11 @@ def run(tmp_path, arguments):
     program, *arguments = arguments.split()
     for package in ["transformers", *PROGRAMS[program]]:
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    gpus, port = torch.cuda.device_count(), free_port()
+    gpus = torch.cuda.device_count()
     # The launcher's argument --local_rank would tell of a GPU that is not there.
     shared = ["--no_local_rank", shared_gpus.__file__] if gpus == 1 else []
-    finished = subprocess.run(
-        [
-            *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)),
-            *("--num_gpus" if gpus else "--num_accelerators", "2", *shared),
-            *(str(EXAMPLES / program), *arguments),
-        ],
-        cwd=tmp_path,
-        env={
-            # As a person's shell has it.
-            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-            "HF_HUB_OFFLINE": "1",
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    remove_buffers(port)
+    launcher = ("--num_gpus" if gpus else "--num_accelerators", 2, *shared)
+    finished = launch([*launcher, EXAMPLES / program, *arguments], tmp_path, HF_HUB_OFFLINE="1")
     assert finished.returncode == 0, finished.stdout
     return finished.stdout
 

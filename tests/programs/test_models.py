@@ -22,7 +22,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_cou
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
 from support.chunked_loss import small_chunks
 from support.ids import case_ids
-from support.models_table import PROPERTY
+from support.tables import MODEL
 from support.training import BOUND, compile_backend, device, engine_by_configuration, held, total_error
 
 # Rows of the micro-batches of each step. Of several ranks, rank 0 has another number of them in the last.
@@ -153,7 +153,7 @@ def test_trains_as_without_deepcompile(ranks, record_property, stage, name, worl
     """A model that is written as others write theirs would find no blocks, or break at each layer."""
     pytest.importorskip("transformers")
     found = {"name": name, "stage": stage}
-    record_property(PROPERTY, found)
+    record_property(MODEL, found)
     results = ranks(world).run(off_and_on, name, stage)
     counted = results[0].counted
     found["error"] = max(result.error for result in results)

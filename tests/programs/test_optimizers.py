@@ -28,7 +28,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.beside import warnings_logged
 from support.ids import case_ids, vary
 from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
-from support.optimizers_table import PROPERTY
+from support.tables import OPTIMIZER
 from support.training import (
     BOUND,
     as_traced,
@@ -215,7 +215,7 @@ def test_trains_as_without_deepcompile(ranks, request, record_property, stage, n
     if known.version is None:
         pytest.skip(f"{known.package} is not installed")
     found: Dict[str, Any] = {"name": name, "stage": stage}
-    record_property(PROPERTY, found)
+    record_property(OPTIMIZER, found)
     if known.fails:
         found["fails"] = "refused" if known.refused else "fails, as without"
         for deepcompile, part in ((False, known.fails), (True, known.refused or known.fails)):

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole programs of docs/start/trainers.md train in two processes on CPU, by the files that the page shows."""
 
-import os
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from support import programs
 from support.documentation import ROOT, blocks
 from support.pool import free_port, remove_buffers
 
@@ -45,20 +44,22 @@ ON_CPU = {
 PACKAGES = {"sft.py": "trl", "lightning_fit.py": "lightning"}
 
 
-LAUNCHERS = {"accelerate": "accelerate.commands.accelerate_cli", "deepspeed": "deepspeed.launcher.runner"}
-
-
-def command(port, program):
-    """Returns the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
+def run(program, folder):
+    """Runs the page's command for a program, with two processes on CPU. Lightning's processes must be there."""
     commands = [line.split() for block in page() if block.language == "sh" for line in block.text.splitlines()]
     shown = next((words for words in commands if words[-1] == program), ["deepspeed", "--num_gpus", "8", program])
     launcher, *arguments = shown[:-1]
-    if launcher == "accelerate":
-        arguments += ["--num_processes", "2", "--main_process_port", str(port)]
-    else:
+    variables = {"HF_HUB_OFFLINE": "1", **programs.ON_CPU}
+    if launcher == "deepspeed":
         assert arguments == ["--num_gpus", "8"]
-        arguments = ["--num_accelerators", "2", "--master_port", str(port)]
-    return [sys.executable, "-m", LAUNCHERS[launcher], *arguments, program]
+        return programs.launch(["--num_accelerators", 2, program], folder, **variables)
+    assert launcher == "accelerate"
+    port = free_port()
+    ranks = ["--num_processes", 2, "--main_process_port", port]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *arguments, *ranks, program]
+    finished = programs.run_program(command, folder, **variables)
+    remove_buffers(port)
+    return finished
 
 
 def page():
@@ -82,21 +83,7 @@ def test_a_program_of_the_page_trains(tmp_path, program):
         # The learning rate is for a trained model.
         text = text.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("1e-4", "1e-2")
         (tmp_path / name).write_text(prefix + text)
-    port = free_port()
-    finished = subprocess.run(
-        command(port, program),
-        cwd=tmp_path,
-        env={
-            # As a person's shell has it.
-            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-            **{"HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
-        },
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    remove_buffers(port)
+    finished = run(program, tmp_path)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]
     assert len(losses) >= 8 and losses[-1] < losses[0] - 0.2, finished.stdout

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""A pytest plugin that records the CPU-seconds of each test, and fails a test of ``make test`` that takes too many.
+"""A pytest plugin that fails a test of ``make test`` that takes too many CPU-seconds.
 
 CPU-seconds are those of the worker, of the ranks in the test's functions and of programs that these have waited for.
 Wall time would depend on what else the machine does, and ranks that start would count for whichever test came first.
@@ -10,11 +10,8 @@ that take 4 and 2 CPU-seconds.
 
 import argparse
 import ast
-import collections
-import contextlib
 import inspect
 import time
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +25,6 @@ TOLERATED = 2
 # What a piece of work takes alone on the machine for which limits are, in CPU-seconds. Machines differ, and so does
 # what else they do.
 ALONE = 0.072
-# One row for each test: CPU-seconds of its setup, its call, its teardown and of ranks that it started; its name.
-TABLE = Path(__file__).resolve().parent.parent.parent / "build" / "cpu_seconds.tsv"
-PARTS = ("setup", "call", "teardown", "starts")
 
 
 class OverBudget(AssertionError):
@@ -65,78 +59,16 @@ def slowness():
     return max(1.0, (time.process_time() - begin) / ALONE)
 
 
-class Recorder:
-    """Records in the process that runs tests.
-
-    Args:
-        enforces: whether a test over its limit fails.
-    """
-
-    def __init__(self, enforces):
-        self._enforces = enforces
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item):
-        # Of a test that runs a second time, the first run does not count.
-        item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in (*PARTS, "limit")]
-        with self._recorded(item, "setup"):
-            return (yield)
+class Limits:
+    """The plugin, in the process that runs tests."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
         before = _spent()
-        with self._recorded(item, "call"):
-            result = yield
-        if self._enforces:
-            check(item, _spent() - before)
+        result = yield
+        check(item, _spent() - before)
         return result
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item):
-        with self._recorded(item, "teardown"):
-            return (yield)
-
-    @contextlib.contextmanager
-    def _recorded(self, item, part):
-        before, starts = _spent(), pool.SPENT["starts"]
-        try:
-            yield
-        finally:
-            # pytest-xdist brings these to the process that prints.
-            item.user_properties.append((part, _spent() - before))
-            item.user_properties.append(("limit", limit_of(item) or 0.0))
-            item.user_properties.append(("starts", pool.SPENT["starts"] - starts))
 
 
 def _spent():
     return pool.cpu_seconds() + pool.SPENT["calls"]
-
-
-class Printer:
-    """In the process that prints, writes ``TABLE`` and prints the sum, and which tests are over their limits."""
-
-    def __init__(self):
-        self._rows = {}
-
-    def pytest_runtest_logreport(self, report):
-        if report.when == "teardown":
-            row = self._rows[report.nodeid] = collections.Counter()
-            for name, value in report.user_properties:
-                if name in PARTS:
-                    row[name] += value
-                elif name == "limit":
-                    row[name] = value
-
-    def pytest_terminal_summary(self, terminalreporter):
-        if not self._rows:
-            return
-        TABLE.parent.mkdir(exist_ok=True)
-        with TABLE.open("w") as file:
-            for name, row in sorted(self._rows.items()):
-                print(*(f"{row[part]:.3f}" for part in PARTS), name, sep="\t", file=file)
-        total = {part: sum(row[part] for row in self._rows.values()) / 60 for part in PARTS}
-        parts = ", ".join(f"{part} {minutes:.1f}" for part, minutes in total.items())
-        terminalreporter.write_line(f"CPU-minutes of tests: {sum(total.values()):.1f} ({parts})")
-        for name, row in self._rows.items():
-            if 0 < row["limit"] < row["call"]:
-                terminalreporter.write_line(f"over its limit of {row['limit']:g}: {row['call']:.2f} {name}")

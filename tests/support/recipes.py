@@ -27,8 +27,6 @@ KINDS = (
 CHANGING = ("max norm", "clamped")
 # Those whose buffers other code changes, which no checkpoint may compute again.
 BUFFERED = ("shift", "shifting")
-# Those that hold modules, and so are blocks where they repeat.
-HOLDING = ("block", "convolution", "max norm", "unseen", "in place", "kept view", "channels last")
 # Which parameters of a piece do not train: the first of its first module, all but the last of each, or all.
 FREEZES = {
     "first": lambda modules: list(modules.parameters())[:1],

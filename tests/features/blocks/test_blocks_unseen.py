@@ -5,10 +5,8 @@
 Each model here trains beside a plain loop, which the uncompiled engine equals.
 """
 
-import copy
 import functools
-import pickle
-from typing import Any, Dict, List
+from typing import List
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from torch import nn
 from support.beside import Beside, check
 from support.ids import vary
 from support.models import Block, BlocksWithin
-from support.training import BOUND, OVERLAPPED, REGIONAL, Case, batch, device, relative_error
+from support.training import REGIONAL, Case, batch
 
 # Blocks that look at themselves ------------------------------------------------------------------------------------
 
@@ -232,63 +230,6 @@ def test_a_forward_that_is_replaced(ranks, block, change, compiled):
     """A compiled block would go on with the forward that it had when the engine was made."""
     (result,) = check(ranks(1).run(train, block, before_step=change))
     assert result.from_graphs == compiled
-
-
-# Copies ------------------------------------------------------------------------------------------------------------
-
-
-class WholeState(Block):
-    def __getstate__(self):
-        return self.__dict__
-
-
-COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}
-
-
-def copied(block, config):
-    """Differences of copies, of which one computes with other parameters than what it was copied from."""
-    seen: Dict[str, Any] = {}
-    pair = Beside(with_blocks(block), Case(config=config))
-    for step in range(2):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    x, ids = torch.ones(1, 4, 8, device=device()), batch(9, 0, dist.get_rank(), 4)
-    for name, make in COPIES.items():
-        if block is WholeState and name == "copy":
-            # Such a copy runs as the block itself: docs/reference/limits.md.
-            continue
-        one, expected = make(pair.module.body.blocks[0]), make(pair.plain.body.blocks[0])
-        for model in (one, expected):
-            model.norm = nn.LayerNorm(8, device=device())
-            model.norm.weight.data.mul_(3)
-        seen[name] = type(one) is block, relative_error([one(x)], [expected(x)])
-        own = [parameter for parameter in one.norm.parameters()]
-        seen[f"gradients of {name}"] = (
-            True,
-            relative_error(
-                torch.autograd.grad(one(x).square().sum(), own),
-                torch.autograd.grad(expected(x).square().sum(), list(expected.norm.parameters())),
-            ),
-        )
-        if name != "copy":
-            whole = make(pair.module)
-            hooked = [module for module in whole.modules() if module._compiled_call_impl is not None]
-            seen[f"{name} of the model"] = not hooked, relative_error([whole(ids)], [pair.plain(ids)])
-            # A pickle of the copy can be read without DeepSpeed.
-            data = pickle.dumps(whole.body)
-            error = relative_error([pickle.loads(data)(ids)], [pair.plain.body(ids)])
-            seen[f"pickle of {name}"] = b"deepspeed" not in data, error
-    return seen, pair.end()
-
-
-@pytest.mark.options("compile.regional_compilation")
-@vary("world, config", [(1, REGIONAL), (2, OVERLAPPED)], expects="world")
-@vary("block", [Block, WholeState])
-def test_copies(ranks, block, world, config):
-    """A copy of a block would run as the block that it was copied from, with its parameters and compiled call."""
-    for seen, outcome in ranks(world).run(copied, block, config):
-        check([outcome])
-        assert all(alike and error < BOUND for alike, error in seen.values()), seen
-        assert len(seen) == (6 if block is Block else 4)
 
 
 def registered_kinds(block):

@@ -135,11 +135,15 @@ REFUSED = {
         "compile.keep_gathered=-1 is no number of blocks; set it to one, which may be 0, or to ",
         [{"shard_parameters": "all", "keep_gathered": value} for value in (0, 2, "fit", None)],
     ),
-    "no part": Refusal(
-        {"activation_memory_budget": 50},
-        "compile.activation_memory_budget=50 is not a part of the activations; set it to a number from 0 to 1, or ",
-        [{"activation_memory_budget": value} for value in (0, 0.5, 1, None)],
-    ),
+    **{
+        f"no part: {value}": Refusal(
+            {"activation_memory_budget": value},
+            f"compile.activation_memory_budget={value!r} is not a part of the activations; set it to a number from 0 ",
+            [{"activation_memory_budget": value} for value in (0, 0.5, 1, None)],
+        )
+        # A flag and a text are no numbers.
+        for value in (True, "0.5", -0.1, 50, float("nan"))
+    },
     "of another pass": Refusal(
         {"chunked_loss": True, "passes": ["autosp"]},
         "compile.chunked_loss goes with ZeRO-1 and ZeRO-2 only, not with compile.passes=['autosp']; leave one of ",

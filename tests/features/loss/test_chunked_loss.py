@@ -40,20 +40,7 @@ def rows_of(name, step, micro_step=0, rows=2):
     return {key: value.to(device()) for key, value in inputs.items()}
 
 
-def default_loss(outputs, step):
-    return outputs.loss
-
-
-def with_logits(outputs, step):
-    """A loss that uses the returned logits too, in every second step only, so that one graph sees both."""
-    return outputs.loss + outputs.logits.square().mean() if step % 2 else outputs.loss
-
-
-def of_logits_alone(outputs, step):
-    return outputs.logits.square().mean()
-
-
-def train(name, case, step_loss=default_loss, prepare=None, rows=(2, 2), **more):
+def train(name, case, prepare=None, rows=(2, 2), **more):
     """Trains beside a plain loop, a step with each of so many rows."""
     module = make(name)
     if prepare:
@@ -64,9 +51,9 @@ def train(name, case, step_loss=default_loss, prepare=None, rows=(2, 2), **more)
             for micro_step in range(case.accumulation):
                 inputs = {**rows_of(name, step, micro_step, number), **more}
                 outputs, expected = pair.engine(**inputs), pair.plain(**inputs)
-                pair.engine.backward(step_loss(outputs, step))
+                pair.engine.backward(outputs.loss)
                 pair.engine.step()
-                (step_loss(expected, step) / case.accumulation).backward()
+                (expected.loss / case.accumulation).backward()
             pair.step_plain()
     return Trained(
         chunked=len(seen.graphs),
@@ -96,16 +83,6 @@ def test_in_chunks_it_trains_as_a_plain_loop(ranks, stage, backend, rows, config
     """The loss of a model of transformers would not be found, or its head be given the gradient of one chunk."""
     pytest.importorskip("transformers")
     check(ranks(1).run(train, name, Case(stage=stage, backend=backend, config=config, bucket=20000), rows=rows))
-
-
-@vary("step_loss", [with_logits, of_logits_alone])
-@vary("name", ["Qwen3", "Gemma2", "OPT"])
-@vary("stage, backend", [pytest.param(2, "inductor", marks=pytest.mark.slow), (1, "eager")])
-def test_returned_logits_have_gradients(ranks, stage, backend, name, step_loss):
-    """A caller's own loss of the returned logits would have no gradient beside the model's, or alone."""
-    pytest.importorskip("transformers")
-    case = Case(stage=stage, backend=backend, config=ON, bucket=20000)
-    check(ranks(1).run(train, name, case, step_loss))
 
 
 def freeze_head(model):
@@ -179,46 +156,6 @@ def test_a_loss_that_does_not_fit_stays_in_one_piece(ranks):
     assert first.warnings == [f"[Rank 0] {ALSO_WARNED['compile.chunked_loss']}"] and not other.warnings
     for result in (first, other):
         assert result.chunked == 0 and result.outcome.error < BOUND
-
-
-class Counts(FillsPartition):
-    """Divides its summed loss by the number of tokens that count, or has torch do so."""
-
-    by_torch = False
-
-    def forward(self, ids, labels):
-        logits, labels = self.head(self.embedding(ids)).flatten(0, 1), labels.flatten()
-        if self.by_torch:
-            return cross_entropy(logits, labels)
-        return cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
-
-
-def train_where_a_rank_ignores_all(by_torch):
-    """Trains with a rank that ignores all of its tokens, rank 1 first.
-
-    Returns how many graphs have a loss in chunks, whether losses were NaN on this rank, and what came of training.
-    """
-    torch.manual_seed(0)
-    module, none_counted = Counts(), []
-    module.by_torch = by_torch
-    with small_chunks(numel=128) as seen:
-        pair = Beside(module, Case(config=ON))
-        for step in range(3):
-            ids = batch(step, 0, dist.get_rank(), 4)
-            pair.step(ids, ids if (step + dist.get_rank()) % 2 == 0 else torch.full_like(ids, -100))
-            with torch.no_grad():
-                none_counted.append(bool(pair.plain(ids, torch.full_like(ids, -100)).isnan()))
-    assert all(none_counted) and pair.engine.skipped_steps == 0
-    return len(seen.graphs), seen.chunks, pair.end()
-
-
-@vary("by_torch", [False, True])
-def test_a_rank_that_ignores_all_tokens(ranks, by_torch):
-    """Its gradients would be NaN and end the training of all ranks, where torch's are zeros."""
-    for graphs, chunks, outcome in ranks(2).run(train_where_a_rank_ignores_all, by_torch):
-        assert graphs > 0 and len(chunks) == 3
-        # A NaN is no less than the bound.
-        assert outcome.error < BOUND and outcome.moved > 1e-3
 
 
 def train_by_size(evaluates):

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import deepspeed
 from deepspeed.compile.features.update import adam
 from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
@@ -21,12 +20,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.ids import vary
 from support.lifetime import backward, start, take_elsewhere, targets_at_calls
 from support.training import (
-    BOUND,
     OVERLAPPED,
     ROUNDING,
     Case,
     as_traced,
-    build,
     device,
     ranges_of,
     relative_error,
@@ -124,73 +121,6 @@ def gradients_in_one_pass(case):
         _, engine = start(case)
         step_in_one_pass(engine)
         return targets_at_calls(adam, "Elements", engine, steps=3)
-
-
-# As users write it. The learning rates of a WarmupLR's first two steps are zero.
-CONFIGURATION = {
-    "train_micro_batch_size_per_gpu": 2,
-    "steps_per_print": 10**9,
-    "gradient_clipping": 0.5,
-    "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 3}},
-    "compile": {"deepcompile": True},
-}
-
-
-class Trained(NamedTuple):
-    """What trainings in one pass and in ranges came to."""
-
-    optimizer: str
-    ranges: int  # that were stepped in one pass
-    error: float  # of the master weights, relative to their norm
-    moved: float  # how far training moved them, relative to their norm
-
-
-def train_three_steps(first, folder):
-    """Trains an engine that loads the steps before the ``first``, and saves.
-
-    Returns the name of the engine's optimizer, the parameters that it began with, and the master weights at the end.
-    """
-    torch._dynamo.reset()
-    module = build(Case())
-    begin = [parameter.clone() for parameter in module.parameters()]
-    engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
-    engine.compile(backend="eager")
-    step_in_one_pass(engine)
-    if first:
-        engine.load_checkpoint(folder)
-    for step in range(first, first + 3):
-        backward(engine, step)
-        engine.step()
-    engine.save_checkpoint(folder)
-    masters = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
-    name = type(engine.optimizer.optimizer).__name__
-    engine.destroy()
-    return name, begin, masters
-
-
-def train_by_configuration(folder):
-    """Trains for three steps, and for three more with another engine. All this in one pass and in ranges."""
-    run, ranges, ends = AdamStep.run, [], []
-    for least in (2 * ALIGN_NUMEL, 2**30):
-        with (
-            mock.patch.object(AdamStep, "run", lambda self, *args: ranges.append(1) or run(self, *args)),
-            updates_compiled_from(least, 32),
-            ranges_of(48),
-            as_traced(device().type == "cpu"),
-        ):
-            name, begin, _ = train_three_steps(0, f"{folder}/{least}")
-            ends.append(train_three_steps(3, f"{folder}/{least}")[2])
-    return Trained(name, len(ranges), relative_error(*ends), relative_error(ends[1], begin))
-
-
-def test_a_training_by_configuration(ranks, tmp_path):
-    """A step with a rate of zero, or with the count of steps before the interruption, would train otherwise."""
-    for trained in ranks(1).run(train_by_configuration, str(tmp_path)):
-        assert trained.optimizer == "FusedAdam"
-        assert trained.ranges > 10
-        assert trained.error < BOUND and trained.moved > 1e-2
 
 
 def test_a_gradient_is_released_after_its_last_range(ranks):

@@ -25,13 +25,11 @@ from support.models import Model, qwen3_config
 from support.training import OVERLAPPED, batch, compile_backend, device, engine_by_configuration
 
 
-def language_model(layers, width, use_cache):
+def language_model(layers):
     from transformers import Qwen3ForCausalLM
 
-    more = {} if use_cache is None else {"use_cache": use_cache}
-    config = qwen3_config(64, layers, width, intermediate_size=3 * width, **more)
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).to(device()).train()
+    return Qwen3ForCausalLM(qwen3_config(64, layers, 32, intermediate_size=96)).to(device()).train()
 
 
 def import_transformers():
@@ -52,7 +50,7 @@ ADVICE = "Pass use_cache=False"
 def warned_of_a_cache(**asked):
     """Returns the warnings of a training forward of six layers that say to train without a cache."""
     torch._dynamo.reset()
-    engine = engine_by_configuration(language_model(6, 32, None), True)
+    engine = engine_by_configuration(language_model(6), True)
     ids = torch.arange(24, device=device()).view(2, 12)
     with compile_backend("eager"), warnings_logged() as warnings:
         engine(input_ids=ids, labels=ids, **asked)
@@ -88,7 +86,11 @@ class Pretrained(torch.nn.Module):
 @pytest.mark.follows("call them with use_cache=True to have a cache")
 @pytest.mark.quick
 def test_which_forwards_keep_no_cache(monkeypatch):
-    """A forward that evaluates, goes on from a cache or was asked for one would have none, or a destroyed engine's."""
+    """A forward that evaluates, goes on from a cache or was asked for one would have none, or a destroyed engine's.
+
+    Sequences that are packed in one row would see each other where a cache is kept: transformers tells them apart only
+    without one.
+    """
     transformers = types.SimpleNamespace(PreTrainedModel=Pretrained)
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", transformers)
     alone, within, without, left = Pretrained(), Pretrained(), Pretrained(use_cache=False), Pretrained()
@@ -123,56 +125,6 @@ def test_which_forwards_keep_no_cache(monkeypatch):
     assert alone(1) is None and within(1, labels=1) is None
 
 
-class Memory(torch.nn.Module):
-    """Reads the keys and values that its language model keeps of the first half of the tokens with the second."""
-
-    def __init__(self, checkpointed):
-        super().__init__()
-        self.lm, self.checkpointed = language_model(2, 32, None), checkpointed
-
-    def forward(self, ids):
-        first, second = ids.chunk(2, dim=1)
-        if self.checkpointed:
-            # What is computed again in the backward must be what was computed before.
-            hidden = checkpoint(lambda ids: self.lm.model(input_ids=ids).last_hidden_state, ids, use_reentrant=False)
-            return hidden.square().mean()
-        kept = self.lm(input_ids=first).past_key_values
-        return self.lm(input_ids=second, labels=second, past_key_values=kept).loss
-
-
-class Losses(NamedTuple):
-    """The losses of three steps."""
-
-    off: List[float]  # without DeepCompile
-    on: List[float]
-
-
-def with_memory(checkpointed):
-    """Trains a ``Memory`` for three steps without DeepCompile and with it."""
-    losses = []
-    for deepcompile in (False, True):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        module = Memory(checkpointed).to(device()).train()
-        with compile_backend("eager"):
-            engine = engine_by_configuration(module, deepcompile)
-            for _ in range(3):
-                loss = engine(torch.arange(24, device=device()).view(2, 12))
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-        engine.destroy()
-    return Losses(losses[:3], losses[3:])
-
-
-@pytest.mark.options("compile.deepcompile")
-@vary("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_cache_that_a_model_reads_stays(one_rank, checkpointed):
-    """A model that reads the cache of its first half would find none, or a checkpoint compute another thing again."""
-    ((off, on),) = one_rank.run(with_memory, checkpointed)
-    assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
-
-
 class Activation(torch.nn.Module):
     """Counts the calls that run uncompiled."""
 
@@ -189,7 +141,7 @@ class Checkpointed(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.model = torch.nn.Embedding(64, 32), language_model(2, 32, None).model
+        self.embedding, self.model = torch.nn.Embedding(64, 32), language_model(2).model
         for layer in self.model.layers:
             layer.mlp.act_fn = Activation()
 
@@ -207,7 +159,7 @@ class Distilled(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.lm = language_model(2, 32, None)
+        self.lm = language_model(2)
         for layer in self.lm.model.layers:
             layer.mlp.act_fn = Activation()
 
@@ -241,30 +193,6 @@ def test_what_runs_without_gradients_in_a_training_forward(one_rank, model):
     assert one_rank.run(calls_that_run_uncompiled, model) == [IN_TRAINING[model]]
 
 
-def packed_losses():
-    """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
-    torch._dynamo.reset()
-    module = language_model(2, 32, None)
-    for parameter in module.parameters():
-        parameter.data *= 10  # so that what a token sees matters
-    ids = torch.arange(24, device=device()).view(1, 24)
-    positions = torch.cat([torch.arange(10), torch.arange(14)]).view(1, 24).to(device())
-    packed = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    alone = [module(**packed, use_cache=use_cache).loss.item() for use_cache in (False, True)]
-    engine = engine_by_configuration(module, True)
-    with compile_backend("eager"):
-        loss = engine(**packed).loss.item()
-    engine.destroy()
-    return loss, *alone
-
-
-@pytest.mark.options("compile.deepcompile")
-def test_packed_sequences_are_kept_apart(one_rank):
-    """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
-    ((loss, without, with_cache),) = one_rank.run(packed_losses)
-    assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
-
-
 class Copied(NamedTuple):
     """A copy of a language model, or the model itself without DeepCompile."""
 
@@ -285,7 +213,7 @@ def copies_of_a_model(inside, more):
 
     ``inside``: whether the language model is a part of the engine's model, whose other part gives it labels.
     """
-    module = language_model(2, 32, None)
+    module = language_model(2)
     engine = engine_by_configuration(Labels(module) if inside else module, True, compile=more)
     ids = torch.arange(24, device=device()).view(2, 12)
     with compile_backend("eager"):
@@ -383,7 +311,7 @@ def generate_in_training_mode(deepcompile, whole, generates):
         generates: whether the model generates between the steps, in training mode and without gradients.
     """
     torch._dynamo.reset()
-    module = language_model(2, 32, None)
+    module = language_model(2)
     engine = engine_by_configuration(module, deepcompile, compile={"regional_compilation": not whole})
     ids = torch.arange(24, device=device()).view(2, 12)
     losses, graphs, text, counts = [], 0, ids, []
@@ -436,7 +364,7 @@ def train_in_modes(around, within):
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    module = language_model(6, 32, None)
+    module = language_model(6)
     engine = engine_by_configuration(Labels(module), True)
     ids = torch.arange(24, device=device()).view(2, 12)
     with compile_backend("eager"), warnings_logged() as warnings:

@@ -433,10 +433,6 @@ def test_modes_that_have_a_meaning():
     assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in each for each in lines)
 
 
-def on_its_device():
-    return Small().to("cpu")
-
-
 def small():
     return Small()
 
@@ -487,10 +483,7 @@ BASE = {"zero_optimization": {"stage": 2}, "compile": {"deepcompile": True}, "bf
 @pytest.mark.follows("--checkpoint goes with --config")
 def test_a_configuration_of_checkpointed_layers(capsys, this_module, tmp_path):
     """Who gives --config with --checkpoint, as is asked for, would get the memory of layers without checkpoints."""
-    arguments = ("--model", f"{this_module}:small", "--gpus", "2", "--sequence", str(TOKENS))
-    with pytest.raises(SystemExit):
-        command.main([*arguments, "--checkpoint"])
-    assert "--checkpoint goes with --config" in capsys.readouterr().err
+    arguments = ("--model", f"{this_module}:small", "--gpus", 2, "--sequence", TOKENS)
     config, figures = tmp_path / "ds_config.json", tmp_path / "figures.json"
     config.write_text(json.dumps(BASE))
     forwards = []
@@ -521,8 +514,11 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
 @vary(
     "varied, sentence",
     [
-        ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, and only the stages 1 and 2 are estimated"),
-        ({"compile": {"deepcompile": False}}, "does not set compile.deepcompile to true"),
+        # All that is not estimated is named, so that nobody mends one reason and is refused for the next one.
+        (
+            {"zero_optimization": {"stage": 3}, "compile": {"deepcompile": False}},
+            "has ZeRO stage 3, and only the stages 1 and 2 are estimated, and does not set compile.deepcompile",
+        ),
         ({"compile": None}, "DeepSpeed refuses the configuration"),
         ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is not a part of the activations"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are estimated"),
@@ -582,29 +578,6 @@ def test_a_model_that_cannot_be_traced(capsys, this_module):
     assert "Recommended: no mode, because activations are unknown." in printed and "yes" not in printed
 
 
-@vary(
-    "model, sentence",
-    [
-        ("fitted:on_its_device", "leave its weights and its device to the program that trains it"),
-        ("none/config.json", "there is no file none/config.json; name a config.json, a folder with one, or a model"),
-    ],
-)
-def test_a_model_that_is_not_there(capsys, this_module, model, sentence):
-    """The command would end with a traceback, and not with a sentence that says what to name."""
-    pytest.importorskip("transformers", reason="a config.json needs transformers: requirements/benchmarks.txt")
-    with pytest.raises(SystemExit):
-        command.main(["--model", model])
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_configuration_without_sections(capsys, tmp_path):
-    """A file that is JSON, but no configuration, would end in a traceback."""
-    (tmp_path / "list.json").write_text("[1, 2]")
-    with pytest.raises(SystemExit):
-        command.main(["--model", "some:model", "--config", str(tmp_path / "list.json")])
-    assert "has no sections; name a file as DeepSpeed reads it" in capsys.readouterr().err
-
-
 def test_what_is_written_is_estimated():
     """The command would refuse the lines that it has the user write."""
     rows = fits(Small, gpus=2, sequence=TOKENS).rows
@@ -613,13 +586,6 @@ def test_what_is_written_is_estimated():
     assert lines
     for line in lines:
         configuration.apply({**line, "bf16": {"enabled": True}}, Question(gpus=2), False)
-
-
-def test_all_that_is_not_estimated_is_named():
-    """Who mends the first reason would be refused for the next one."""
-    config = {**BASE, "zero_optimization": {"stage": 3}, "compile": {"deepcompile": False}}
-    with pytest.raises(ValueError, match="has ZeRO stage 3.*, and does not set compile.deepcompile to true"):
-        configuration.apply(config, Question(), False)
 
 
 class OfImages(nn.Module):
@@ -659,14 +625,6 @@ def test_fsdp2_reduces_each_micro_batch():
     assert forward["whole"] - alone == 2 * elements
     # A rank's share, in fp32.
     assert forward["reduced"] - alone == pytest.approx(4 * elements / ranks, rel=0.01)
-
-
-def test_without_transformers(capsys, monkeypatch):
-    """Who lacks the package would see an ImportError, and not what to install."""
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(SystemExit):
-        command.main(["--model", "some/model"])
-    assert "`pip install transformers`, or name a function that makes a model" in capsys.readouterr().err
 
 
 TINY = {
@@ -762,12 +720,6 @@ def test_adapters_and_positions_as_a_gpt_has_them():
     with pytest.raises(ValueError, match="has 32 positions; ask for a sequence of at most so many"):
         fits(with_positions, modes=[PLAIN], sequence=33)
     assert fits(with_positions, modes=[PLAIN], sequence=32).rows
-
-
-def test_a_class_that_takes_arguments():
-    """A caller would get a TypeError, and not what to name."""
-    with pytest.raises(ValueError, match="name a function without arguments"):
-        fits(nn.Linear, modes=[PLAIN])
 
 
 def frozen():

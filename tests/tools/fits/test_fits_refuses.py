@@ -82,12 +82,39 @@ def test_a_configuration_whose_parts_disagree(capsys, folder, changed, said):
         ("from os import getcwd as make", "returned str, and no torch.nn.Module; name a function that returns a"),
         ("make = lambda: None", "what makes the model returned NoneType, and no torch.nn.Module; name a function"),
         ("def make(): raise SystemExit(2)", "the model cannot be made without memory (2); name a function without"),
+        ("from torch.nn import Linear as make", "name a function without arguments, and leave its weights and its"),
+        (
+            "import torch; make = lambda: torch.nn.Linear(2, 2).to('cpu')",
+            "leave its weights and its device to the program that trains it",
+        ),
     ],
 )
 def test_a_module_that_makes_no_model(capsys, folder, text, said):
     """The command would end in a traceback, or as the module that it imports ends the process."""
     (folder / "mine.py").write_text(text)
     assert said in refusal(capsys, "--model", "mine:make")
+
+
+@vary(
+    "arguments, said",
+    [
+        (["--model", "none/config.json"], "there is no file none/config.json; name a config.json, a folder with one,"),
+        # A file that is JSON, but no configuration.
+        (["--model", "a:b", "--config", "list.json"], "has no sections; name a file as DeepSpeed reads it"),
+        (["--model", "a:b", "--checkpoint"], "--checkpoint goes with --config"),
+    ],
+)
+def test_files_that_are_not_there(capsys, folder, arguments, said):
+    """The command would end with a traceback, and not with a sentence that says what to name."""
+    pytest.importorskip("transformers", reason="a config.json needs transformers: requirements/benchmarks.txt")
+    (folder / "list.json").write_text("[1, 2]")
+    assert said in refusal(capsys, *arguments)
+
+
+def test_without_transformers(capsys, monkeypatch):
+    """Who lacks the package would see an ImportError, and not what to install."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "`pip install transformers`, or name a function that makes" in refusal(capsys, "--model", "some/model")
 
 
 def test_the_search_path_stays_as_the_module_leaves_it(folder):

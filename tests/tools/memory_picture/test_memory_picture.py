@@ -8,7 +8,6 @@ import importlib.abc
 import importlib.util
 import itertools
 import logging
-import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
@@ -330,6 +329,8 @@ def test_another_profiler_is_left_alone(ranks, tmp_path):
 
 def refusals(folder):
     """Returns what engines say that cannot record."""
+    from deepspeed import comm
+
     said = []
     # Where one rank alone raised, the others would wait for it.
     of_rank = f"{folder}/file/below" if dist.get_rank() == 1 else str(folder)
@@ -338,8 +339,11 @@ def refusals(folder):
         {"zero_optimization": {"stage": 3}},
         {"compile": {"memory_picture": {"folder": of_rank}}},
         {"compile": {"memory_picture": {"folder": str(folder), "step": 0}}},
-        # As is advised.
-        {"compile": {"memory_picture": {"folder": f"{folder}/other", "step": 1}}},
+        # As is advised, beside DeepSpeed's log of communication.
+        {
+            "compile": {"memory_picture": {"folder": f"{folder}/other", "step": 1}},
+            "comms_logger": {"enabled": True},
+        },
     ):
         picture = {"memory_picture": {"folder": str(folder)}}
         try:
@@ -347,6 +351,8 @@ def refusals(folder):
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
+    # DeepSpeed has one log for all engines.
+    comm.comm.comms_logger.enabled = False
     # An engine that is refused changes nothing in the process, as ZeRO-3 would.
     assert torch.nn.functional.linear.__name__ == "linear"
     return said
@@ -355,7 +361,10 @@ def refusals(folder):
 @pytest.mark.options("compile.memory_picture")
 @pytest.mark.follows("and this engine has stage {}; leave {} out", "{}.folder: {}; name another folder")
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
-    """A training would find out at its step that it cannot write, hours later."""
+    """A training would find out at its step that it cannot write, hours later.
+
+    Or the log, which does not know what ranks gather objects with, would end the process without an error.
+    """
     (tmp_path / "file").touch()
     for stage_0, stage_3, unwritable, no_step, advised in ranks(2).run(refusals, tmp_path):
         for stage, said in ((0, stage_0), (3, stage_3)):
@@ -367,24 +376,6 @@ def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
         assert "cannot be written on rank 1" in unwritable
         assert "memory_picture.step" in no_step
         assert advised == "nothing"
-
-
-def beside_a_log_of_communication(folder):
-    """Makes an engine that will record, with DeepSpeed's log of communication."""
-    from deepspeed import comm
-
-    picture = {"memory_picture": {"folder": str(folder)}}
-    try:
-        engine_by_configuration(build(CASE), False, compile=picture, comms_logger={"enabled": True}).destroy()
-    finally:
-        # DeepSpeed has one for all engines.
-        comm.comm.comms_logger.enabled = False
-    return "made"
-
-
-def test_beside_a_log_of_communication(ranks, tmp_path):
-    """The log does not know what ranks gather objects with, and would end the process without an error."""
-    assert ranks(2).run(beside_a_log_of_communication, tmp_path) == ["made", "made"]
 
 
 class Broken(importlib.abc.Loader):
@@ -482,12 +473,10 @@ def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, 
         (None, "cannot be read"),
         ("no JSON", "is no JSON"),
         ("[]", "holds no step's memory"),
-        ('{"format": "memory of one training step", "version": 99}', "has version 99"),
-        ('{"format": "memory of one training step", "version": 1, "seconds": [1], "held": {}}', "is damaged"),
     ],
 )
 def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content, sentence):
-    """A file of another version would be drawn wrongly, or a traceback would stand for a sentence."""
+    """A traceback would stand for a sentence."""
     file = tmp_path / "other.json"
     if content is not None:
         file.write_text(content)
@@ -524,16 +513,6 @@ def test_the_command_says_where_it_cannot_write(folder, tmp_path, recorded, caps
         main([file, "--out", str(tmp_path / "file" / "picture")])
     assert "cannot be written" in (said := capsys.readouterr().err) and "name another place with --out" in said
     assert main([file, "--out", str(tmp_path / "picture")]) == 0
-
-
-@pytest.mark.follows("deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now")
-@pytest.mark.quick
-def test_the_former_name():
-    """The error would name a module that is not there."""
-    with pytest.raises(ImportError, match="is (\\S+) now") as raised:
-        importlib.import_module("deepspeed.compile.features.memory_picture")
-    named = re.search(r"is (\S+) now", str(raised.value))[1]
-    assert importlib.import_module(named).__name__ == named
 
 
 @pytest.mark.quick
@@ -609,26 +588,8 @@ def test_a_partition_that_autograd_allocates():
     assert step.held[data.ON_THEIR_WAY][begins] < 100 and step.held[data.TARGETS][-1] == 0
 
 
-class Quantized(torch.Tensor):
-    """A tensor without memory of its own, as torchao makes them of weights and of states of optimizers."""
-
-    @staticmethod
-    def __new__(cls, codes, scale):
-        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)
-
-    def __init__(self, codes, scale):
-        self.codes, self.scale = codes, scale
-
-    def __tensor_flatten__(self):
-        return ["codes", "scale"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        raise NotImplementedError
-
-
 def test_the_memory_of_tensors_that_are_made_of_others():
     """A tensor that is made of others has no memory of its own, and asking it for some raises."""
-    made = Quantized(torch.zeros(512, dtype=torch.uint8), torch.zeros(2))
+    made = Scaled(torch.zeros(512, 2, dtype=torch.int8), torch.zeros(512, 1))
     kept = flattened([[made, None], torch.zeros(3)])
-    assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [512, 8, 12]
+    assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [1024, 2048, 12]

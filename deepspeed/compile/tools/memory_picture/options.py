@@ -23,6 +23,6 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
 
 class Options(BaseModel):
     memory_picture: Optional[MemoryPictureConfig] = None
-    """Records one step, and draws pictures of its memory: a PNG file, a page for a browser, and the data. By
-    default (null), nothing is recorded. The only option here that also works without ``deepcompile``, so that two
-    pictures can be laid over each other."""
+    """Records one step, and draws its memory: a PNG file, beside a file with the data. By default (null), nothing is
+    recorded. The only option here that also works without ``deepcompile``, so that two pictures can be laid over each
+    other."""
