@@ -435,6 +435,7 @@ private:
     std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
     std::deque<std::unique_ptr<Bucket>> held_;          ///< launched, and not sent yet
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
+    bool failed_ = false;                               ///< until abandon(): sending or awaiting `in_flight_` raised
     bool holds_ = false;                                ///< whether buckets that are launched are held
     /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some
     /// hold a bucket that others send, fill the same buckets.
