@@ -21,8 +21,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
+from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.without_values import WITHOUT_VALUES
-from .private_torch import address_of, change_class, in_backward, without_torch_function
+from .private_torch import address_of, change_class, without_torch_function
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
