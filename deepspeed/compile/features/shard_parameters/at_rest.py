@@ -382,6 +382,11 @@ def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
     return None if share is None or share.is_copy else (share.unit(), share.name)
 
 
+def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
+    """Returns the error of who cannot do something, such as "saved", with a tensor at rest."""
+    return vars(tensor)[_SHARE].refusal(what, refusal)
+
+
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
     """Makes a parameter of a ``Unit`` raise an error when it is read. ``name`` is the parameter's, for errors."""
     _put_to_rest(parameter, _ParamRef(name, unit))
