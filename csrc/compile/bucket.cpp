@@ -342,9 +342,9 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     if (filling_->bytes() >= std::min((limit + 1) / 2, enough)) { launch(); }
 }
 
-void BucketQueue::begin_backward()
+void BucketQueue::begin_backward(bool holds)
 {
-    holds_ = options_.hold_on_cpu && streams_.on_cpu();
+    holds_ = holds;
     if (!groups_.empty()) { launches_before_ = launches_over(*largest(groups_).process_group, 0); }
 }
 
