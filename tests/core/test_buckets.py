@@ -159,6 +159,7 @@ def a_bucket_that_cannot_be_sent():
     return AfterFailure(raised, after)
 
 
+@pytest.mark.follows("has failed; look for the first error of this rank")
 def test_a_bucket_that_failed_is_not_sent_again(ranks):
     """Other ranks would take it for the next bucket, or the step would lack its gradients without a word."""
     for raised, after in ranks(2).run(a_bucket_that_cannot_be_sent):

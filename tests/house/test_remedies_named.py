@@ -58,6 +58,7 @@ ADVISES_NOTHING = (
     "nothing can be estimated ({})",
     "another profiler runs",
     "taken by get_model_state_dict()",
+    "saved as a part of client_state",
     "a sharded parameter was gathered",
     "give the engine its number",
     # No messages.

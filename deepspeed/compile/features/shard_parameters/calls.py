@@ -164,7 +164,7 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
     if wanted:
         values = _with_values(sharded, found, _writes(engine), [sharded.units[number] for number in wanted])
         client_state = _replaced(client_state, values, {})
-    with every_rank_raises("save the client state of a checkpoint"):
+    with every_rank_raises("pickle the client state of a checkpoint"):
         if _writes(engine):
             _refuse_at_rest(client_state)
     return client_state
