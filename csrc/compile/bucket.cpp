@@ -342,9 +342,9 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     if (filling_->bytes() >= std::min((limit + 1) / 2, enough)) { launch(); }
 }
 
-void BucketQueue::begin_backward()
+void BucketQueue::begin_backward(bool holds)
 {
-    holds_ = options_.hold_on_cpu && streams_.on_cpu();
+    holds_ = holds;
     if (!groups_.empty()) { launches_before_ = launches_over(*largest(groups_).process_group, 0); }
 }
 
@@ -373,22 +373,23 @@ void BucketQueue::send_held()
 void BucketQueue::send_first()
 {
     RECORD_USER_SCOPE("deepcompile::launch");
+    failed_ = true;
+    in_flight_ = std::move(held_.front());
+    held_.pop_front();
     if (options_.synchronize_before) { streams_.synchronize_device(); }
-    auto& bucket = *held_.front();
     const auto& group = largest(groups_);
     const int64_t launches = launches_over(*group.process_group, 1);
-    agreement_.add_bucket(bucket.fingerprint(), launches - 1 - launches_before_);
+    agreement_.add_bucket(in_flight_->fingerprint(), launches - 1 - launches_before_);
     launches_before_ = launches;
     if (streams_.on_cpu() && group.world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks first compare their fingerprints. The host
         // waits for that, as it does for gloo's reductions anyway.
-        agreement_.compare(group, bucket.purpose());
+        agreement_.compare(group, in_flight_->purpose());
     }
-    bucket.send(groups_);
+    in_flight_->send(groups_);
     ++counters_.buckets_sent;
-    in_flight_ = std::move(held_.front());
-    held_.pop_front();
     if (group.host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
+    failed_ = false;
     if (!options_.overlap || options_.synchronize_after) { await_in_flight(); }
     if (options_.synchronize_after) { streams_.synchronize_device(); }
 }
@@ -401,23 +402,24 @@ void BucketQueue::drain()
 
 void BucketQueue::await_in_flight()
 {
+    // Another thread of the backward, or a function that has caught the error, may come here before abandon(). If the
+    // bucket was sent again, the other ranks would take it for the next one. Without it, the step would lack gradients.
+    TORCH_CHECK(!failed_,
+                "DeepCompile sends no more gradients of this backward, because sending an earlier bucket of it has "
+                "failed; look for the first error of this rank");
     if (!in_flight_) { return; }
-    // Taken out first: if this raises, nothing of the bucket is left.
-    const auto bucket = std::move(in_flight_);
-    try {
-        bucket->arrive();
-    } catch (...) {
-        bucket->wait_on_device();
-        throw;
-    }
+    failed_ = true;
+    in_flight_->arrive();
+    failed_ = false;
+    in_flight_.reset();
 }
 
 void BucketQueue::abandon()
 {
+    // If sending the bucket failed half way, it holds works too.
     if (in_flight_) { in_flight_->wait_on_device(); }
     in_flight_.reset();
-    // If sending a bucket failed half way, it holds works too.
-    for (auto& bucket : held_) { bucket->wait_on_device(); }
+    failed_ = false;
     held_.clear();
     filling_ = empty_bucket();
     launched_bytes_ = launched_largest_ = 0;

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <iterator>
 #include <mutex>
@@ -29,6 +30,7 @@ namespace {
 struct Registry {
     std::mutex mutex;
     std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
+    std::atomic<int> holding = 0;  ///< how many of them have `hold_on_cpu`
 };
 
 Registry& registry()
@@ -44,7 +46,13 @@ std::shared_ptr<Reducer> Reducer::make(Options options)
     auto reducer = std::shared_ptr<Reducer>(new Reducer(options));
     std::lock_guard lock(registry().mutex);
     registry().reducers[options.identity] = reducer;
+    registry().holding += options.hold_on_cpu;
     return reducer;
+}
+
+bool Reducer::some_hold_on_cpu()
+{
+    return registry().holding > 0;
 }
 
 std::shared_ptr<Reducer> Reducer::find(int64_t identity)
@@ -433,7 +441,8 @@ void Reducer::close()
     begin.swap(begin_);
     {
         std::lock_guard registry_lock(registry().mutex);
-        registry().reducers.erase(options_.identity);
+        const bool was_open = registry().reducers.erase(options_.identity) > 0;
+        registry().holding -= was_open && options_.hold_on_cpu;
     }
     order_ = SendOrder();
     records.swap(records_);

@@ -96,7 +96,7 @@ struct Options {
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once, unless buckets are held
     int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
-    bool hold_on_cpu;         ///< on a CPU, send nothing before the backward has run; see BucketQueue
+    bool hold_on_cpu;         ///< on a CPU, let no engine send anything before the backward has run; see BucketQueue
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
@@ -388,9 +388,10 @@ private:
 
 /// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
 ///
-/// With `hold_on_cpu`, full buckets wait for the end of the backward. On a CPU a rank that sends a bucket waits for the
-/// other ranks. If these wait meanwhile for this rank in another process group, for which the backward has not come far
-/// enough, no rank goes on. Which gradients are in which bucket does not depend on that.
+/// If an engine of the process has `hold_on_cpu`, full buckets of all its engines wait for the end of the backward, which
+/// may run through several engines. On a CPU a rank that sends a bucket waits for the other ranks. If these wait
+/// meanwhile for this rank in another process group, for which the backward has not come far enough, no rank goes on.
+/// Which gradients are in which bucket does not depend on that.
 class BucketQueue {
 public:
     BucketQueue(const Options& options,
@@ -417,7 +418,8 @@ public:
     /// Drops all buckets.
     void abandon();
     /// From now on, buckets that other reducers of this process send over the same process group count.
-    void begin_backward();
+    /// `holds`: whether full buckets wait for the backward's end.
+    void begin_backward(bool holds);
     /// Called when the backward has run: sends the buckets that were held, and holds none from now on.
     void send_held();
     bool empty() const { return filling_->empty() && held_.empty() && !in_flight_; }
@@ -435,6 +437,7 @@ private:
     std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
     std::deque<std::unique_ptr<Bucket>> held_;          ///< launched, and not sent yet
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
+    bool failed_ = false;                               ///< until abandon(): sending or awaiting `in_flight_` raised
     bool holds_ = false;                                ///< whether buckets that are launched are held
     /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some
     /// hold a bucket that others send, fill the same buckets.
@@ -531,6 +534,8 @@ public:
     static std::shared_ptr<Reducer> make(Options options);
     /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
     static std::shared_ptr<Reducer> find(int64_t identity);
+    /// Whether an engine of this process, which was not destroyed, has `hold_on_cpu`. Any thread.
+    static bool some_hold_on_cpu();
     ~Reducer();
     Reducer(const Reducer&) = delete;
     Reducer& operator=(const Reducer&) = delete;

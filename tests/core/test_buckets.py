@@ -2,18 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes of gradients wait for their reduction, and when a bucket is sent."""
 
-from typing import NamedTuple
+import contextlib
+from typing import Dict, List, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.engine import set_up
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.ids import vary
 from support.lifetime import backward, start
-from support.training import Case, device
+from support.reducers import register
+from support.training import NOTHING, Case, device, held
 
 
 class EqualMatrices(torch.nn.Module):
@@ -109,3 +113,60 @@ def test_buckets_are_sent_before_they_are_full(ranks):
     for sent in ranks(2).run(large_gradients, Case(dtype="bf16", bucket=10**9)):
         # The large one at once; while it is on its way, two others; the last.
         assert (sent.buckets, sent.pending) == (3, 4 + 2)
+
+
+class AfterFailure(NamedTuple):
+    """What came of a backward in which a bucket could not be sent."""
+
+    raised: List[str]  # by the gradients of the backward, and by its end
+    held: Dict[str, int]  # when the backward was abandoned
+
+
+def a_bucket_that_cannot_be_sent():
+    """Each gradient is a bucket. That of the first cannot be sent, because integers are not averaged.
+
+    The other gradients come all the same, as from another thread of the backward.
+    """
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    reducer = reducer_module().Reducer(
+        identity=10**9,
+        bucket_numel=1,
+        send_numel=1,
+        overlap=True,
+        synchronize_before=False,
+        synchronize_after=False,
+    )
+    # Turns are those of a backward, in which the last parameter is first.
+    register(reducer, dist.group.WORLD, parameters, dtypes=[torch.float32, torch.float32, torch.int16])
+    registrations, raised = torch.tensor([reducer.identity, 0, 1, 2]), []
+
+    @contextlib.contextmanager
+    def noted():
+        try:
+            yield
+            raised.append("nothing")
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    reducer.begin_backward(True)
+    for index in (2, 1, 0):
+        with noted():
+            torch.ops.deepcompile.reduce_grad(torch.ones(2), registrations, 1 + index, False)
+    with noted():
+        reducer.finish_backward(True, True)
+    reducer.abandon_backward()
+    after = held(reducer.counters())
+    reducer.close()
+    return AfterFailure(raised, after)
+
+
+@pytest.mark.follows("has failed; look for the first error of this rank")
+def test_a_bucket_that_failed_is_not_sent_again(ranks):
+    """Other ranks would take it for the next bucket, or the step would lack its gradients without a word."""
+    for raised, after in ranks(2).run(a_bucket_that_cannot_be_sent):
+        first, *later = raised
+        assert "can't be cast" in first
+        # A gradient whose turn has not come is kept.
+        assert len(later) == 3 and later[-1] != "nothing"
+        assert all("an earlier bucket of it has failed" in error for error in later if error != "nothing")
+        assert after == NOTHING

@@ -121,7 +121,7 @@ def batch_of(step):
     return torch.randn(4, WIDTH, generator=generator).to(device())
 
 
-def first_call(name, section):
+def first_call(name, section, stage=2, accumulation=1):
     """Calls a new engine for the first time within a context, and trains it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -130,7 +130,8 @@ def first_call(name, section):
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 2},
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage},
         "compile": section,
     }
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01, eps=0.1)

@@ -71,6 +71,22 @@ class ReadsBefore(Around):
         return super().forward(ids) + penalty
 
 
+class WritesInForward(Around):
+    """Uncompiled code changes parameters of the blocks before these run, and changes them back behind them."""
+
+    @torch.compiler.disable
+    def forward(self, ids):
+        # The backward reads no bias, so it may change.
+        biases = [bias for block in self.body.blocks for bias in (block.up.bias, block.down.bias)]
+        with torch.no_grad():
+            torch._foreach_mul_(biases[1:], 4)
+            biases[0].mul_(4)
+        loss = super().forward(ids)
+        with torch.no_grad():
+            torch._foreach_div_(biases, 4)
+        return loss
+
+
 class Hooked(Around):
     """A hook of a module computes with parameters before the module is called."""
 
@@ -108,7 +124,10 @@ class CallsForwardsInEvaluation(CallsForwards):
         self.body.in_training = False
 
 
-CASES = (Around, EagerAround, TiedAround, ReadsBefore, Hooked, CallsForwards, CallsForwardsInEvaluation)
+CASES = (
+    *(Around, EagerAround, TiedAround, ReadsBefore, WritesInForward),
+    *(Hooked, CallsForwards, CallsForwardsInEvaluation),
+)
 MODELS = {**{model.__name__: model for model in CASES}, "Owner": Model}
 DELAY = 0.25
 

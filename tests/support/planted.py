@@ -227,7 +227,7 @@ FAULTS = {
     "ranks send without comparing": Fault(
         "ranks do not compare what they are about to send, so they wait for messages that nobody sends",
         CPP + "bucket.cpp",
-        {"        agreement_.compare(group, bucket.purpose());\n": ""},
+        {"        agreement_.compare(group, in_flight_->purpose());\n": ""},
         ("core/test_faults_on_one_rank.py", "core/test_ranks_that_differ.py"),
         hangs=True,
     ),

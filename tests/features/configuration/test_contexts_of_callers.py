@@ -4,12 +4,13 @@
 
 import pytest
 
-from support.contexts import ALL, first_call, same
+from support.contexts import ALL, TRANSFORMS, first_call, same
 from support.ids import vary
 
 
-def compare(name, section):
-    plain, compiled = first_call(name, {"deepcompile": False}), first_call(name, {"deepcompile": True, **section})
+def compare(name, section, **case):
+    plain = first_call(name, {"deepcompile": False}, **case)
+    compiled = first_call(name, {"deepcompile": True, **section}, **case)
     return plain, compiled, same(plain, compiled)
 
 
@@ -22,3 +23,11 @@ def test_a_context_around_the_first_forward(ranks, name, section):
         assert compiled.raised == plain.raised and is_same
         # Evaluation does not compile an engine.
         assert compiled.is_compiled == (name not in ("inference", "no_grad"))
+
+
+@vary("name", TRANSFORMS)
+@vary("stage", [1, 2])
+def test_a_transform_of_an_engine_that_accumulates(ranks, name, stage):
+    """Gradients of a transform would be divided by the number of micro-batches, as those of parameters are."""
+    for plain, compiled, is_same in ranks(1).run(compare, name, {}, stage=stage, accumulation=4):
+        assert compiled.raised == plain.raised and is_same and compiled.is_compiled

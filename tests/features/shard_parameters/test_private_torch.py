@@ -21,7 +21,6 @@ from deepspeed.compile.features.shard_parameters.private_torch import (
     call_after_backward,
     change_class,
     holders_of,
-    in_backward,
     saving_hooks,
     takes_saving_hooks,
     trace_again,
@@ -29,6 +28,7 @@ from deepspeed.compile.features.shard_parameters.private_torch import (
     version_of,
     without_torch_function,
 )
+from deepspeed.compile.zero_1_and_2.gradient.backward import in_backward
 
 pytestmark = pytest.mark.quick
 

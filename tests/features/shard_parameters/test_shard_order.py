@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.features.shard_parameters import feature, keep, unsharded_parameters
 
-from support.frozen import WIDTH, Adapted, Body
+from support.frozen import WIDTH, Adapted, AdaptedBlock, Body
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
-from support.training import Case, batch, device, make_engine
+from support.training import BOUND, Case, batch, device, make_engine, relative_error
 
 LAYER = "L"  # stands for a large layer beside the blocks
 
@@ -176,3 +176,55 @@ def test_a_rank_that_runs_uncompiled(ranks, order, rank, bucket):
     """That rank gets one gradient where graphs give others two. It would wait for a block, and others for the sum."""
     for equal, at_rest in ranks(2).run(compare_uncompiled, order, rank, 1, bucket=bucket, timeout=100):
         assert all(equal) and at_rest >= 4
+
+
+class Between(nn.Module):
+    """Blocks alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(AdaptedBlock() for _ in range(4))
+        self.requires_grad_(True)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def one_backward_of_two(shards, uncompiled):
+    """An engine is called before and behind another one, in one backward. One rank runs uncompiled in one step.
+
+    Returns the losses of three steps.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    around, between = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device()), Between().to(device())
+    section = {"compile": {"regional_compilation": True, **({"shard_parameters": "all"} if shards else {})}}
+    outer = make_engine(around, Case(adam=True, stage=2, bucket=40))
+    inner = make_engine(between, Case(adam=True, stage=2, bucket=40, config=section))
+    losses = []
+    for step in range(3):
+        eager = step == uncompiled and dist.get_rank() == 0
+        torch.compiler.set_stance("force_eager" if eager else "default")
+        torch.manual_seed(10 * step + dist.get_rank())
+        loss = outer(inner(outer(torch.randn(2, WIDTH, device=device())))).square().mean()
+        loss.backward()
+        outer.step()
+        inner.step()
+        losses.append(loss.detach())
+    torch.compiler.set_stance("default")
+    for engine in (inner, outer):
+        engine.destroy()
+    return losses
+
+
+def compare_one_backward_of_two():
+    sharded, whole = (one_backward_of_two(shards, 1 if shards else None) for shards in (True, False))
+    return relative_error(sharded, whole)
+
+
+def test_one_backward_of_a_sharded_engine_and_another_one(ranks):
+    """A rank would wait for a block of one engine, and the other rank for a bucket of the other engine."""
+    for error in ranks(2).run(compare_one_backward_of_two, timeout=100):
+        assert error < BOUND

@@ -178,6 +178,44 @@ def saved_at_rest(folder):
     return said, trains(engine, module) and same
 
 
+class Holder:
+    """An object of a caller's own."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+
+def saved_in_objects(folder):
+    """A checkpoint's client state has a parameter in a set, in an object, and of another engine, and then whole."""
+    module, engine = make("all")
+    others, other = make("all")
+    weight, others_weight = (each.body.blocks[1].up.weight for each in (module, others))
+    states = {
+        "set": (weight, engine, lambda tensor: {tensor}),
+        "object": (weight, engine, Holder),
+        "other": (others_weight, other, lambda tensor: [tensor]),
+    }
+    said, same = [], []
+    for name, (parameter, owner, hold) in states.items():
+
+        def save(name=name, parameter=parameter, hold=hold):
+            # The first rank alone saves its state.
+            state = {"held": hold(parameter.detach()), "again": [weight.detach()]} if dist.get_rank() == 0 else {}
+            engine.save_checkpoint(folder, tag=name, client_state=state)
+
+        said.append(outcome(save))
+        with unsharded_parameters(owner):
+            save()
+            expected = parameter.detach().clone()
+        held = engine.load_checkpoint(folder, tag=name)[1].get("held")
+        if dist.get_rank() == 0:
+            (loaded,) = [held.weight] if name == "object" else held
+            same.append(torch.equal(loaded.to(expected.device), expected))
+    with unsharded_parameters(other):
+        other.destroy()
+    return said, trains(engine, module) and all(same)
+
+
 def another_engine_too_early(folder):
     """Another engine is to train the parameters of an engine that is alive, and then of one that was destroyed."""
     module, engine = make("all")
@@ -238,6 +276,7 @@ REMEDIES = {
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
     read_at_rest: "here; do it within `with unsharded_parameters(engine):` of",
+    saved_in_objects: "cannot be saved as a part of client_state here; do it within `with unsharded_parameters(",
     saved_at_rest: "which all ranks enter together, or save with engine.save_checkpoint()",
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",

@@ -5,6 +5,8 @@
 import contextlib
 import functools
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Dict, List, NamedTuple, Tuple
 
 import pytest
@@ -244,7 +246,9 @@ def test_it_trains_as_without_deepcompile(ranks, place, name, changes):
     A bias that is compiled in stays that of the first step, and a checkpoint whose second run draws other random
     numbers, or has another bias, routes tokens to experts whose outputs were not used.
     """
-    check(ranks(2).run(train_both_ways, name, changes, **PLACES[place]))
+    # In fp32 another router would compute the same.
+    more = {"bf16": {"enabled": True}} if "router_in_fp32" in changes else {}
+    check(ranks(2).run(train_both_ways, name, changes, **more, **PLACES[place]))
 
 
 @pytest.mark.slow
@@ -275,25 +279,35 @@ class Collecting(nn.Module):
         self.blocks = nn.ModuleList(Scored() for _ in range(3))
 
 
-def test_hooks_of_routers_are_traced():
-    """Each block would be two graphs, or be compiled anew, because the list has the logits of more blocks."""
+def collecting(call):
+    """Returns a model whose routers have hooks, and a function that collects what they see while its blocks run.
+
+    ``call(block, x)`` runs a block.
+    """
     capturing = pytest.importorskip("transformers.utils.output_capturing")
-    model, counter = Collecting(), CompileCounter()
+    model = Collecting()
     for block in model.blocks:
         capturing.install_output_capuring_hook(block.router, "router_logits", 0)
     around = traced_collection(model)
-    compiled = torch.compile(lambda block, x: block.forward(x), backend=counter)
-    runs = [around(block, None, compiled) for block in model.blocks]
+    runs = [around(block, None, call) for block in model.blocks]
 
-    def collect(x, call=lambda run, block, x: run(block, x)):
-        collected = {"router_logits": []}
-        token = capturing._active_collector.set(collected)
+    def collect(x, names=("router_logits",), beside=lambda run, block, x: run(block, x)):
+        collected = {name: [] for name in names}
+        token = capturing._active_collector.set(collected or None)
         try:
             for block, run in zip(model.blocks, runs, strict=True):
-                x = call(run, block, x)
+                x = beside(run, block, x)
         finally:
             capturing._active_collector.reset(token)
-        return [x, *collected["router_logits"]]
+        return [x, *collected.get("router_logits", ())]
+
+    return model, collect
+
+
+def test_hooks_of_routers_are_traced():
+    """Each block would be two graphs, or be compiled anew, because the list has the logits of more blocks."""
+    counter = CompileCounter()
+    model, collect = collecting(torch.compile(lambda block, x: block.forward(x), backend=counter))
 
     x = torch.randn(5, 4, requires_grad=True)
     found = collect(x)
@@ -307,8 +321,26 @@ def test_hooks_of_routers_are_traced():
         # An auxiliary loss is a function of these.
         torch.autograd.grad(actual.sum(), x, retain_graph=True)
     # A checkpoint computes a block again when nothing is collected, and must find the graph of its first run.
-    result = collect(x, functools.partial(checkpoint_of_torch, use_reentrant=False))[0]
+    result = collect(x, beside=functools.partial(checkpoint_of_torch, use_reentrant=False))[0]
     before = counter.frame_count
     result.sum().backward()
     assert counter.frame_count == before
     assert traced_collection(model.blocks) is None, "blocks of other models have a wrapper for nothing"
+
+
+def test_two_threads_collect_from_two_models():
+    """A block would give its logits to a model that another thread runs, or to nobody."""
+    compiled = torch.compile(lambda block, x: block.forward(x), backend="eager")
+    together = threading.Barrier(2, timeout=60)
+
+    def call(block, x):
+        together.wait()
+        result = compiled(block, x)
+        together.wait()
+        return result
+
+    x, names = torch.randn(5, 4), [("router_logits",), ()]
+    collects = [collecting(call)[1] for _ in names]
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(collect, x, wanted) for collect, wanted in zip(collects, names, strict=True)]
+    assert [len(result.result()) for result in found] == [4, 1]

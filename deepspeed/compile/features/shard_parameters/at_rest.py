@@ -21,8 +21,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
+from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.without_values import WITHOUT_VALUES
-from .private_torch import address_of, change_class, in_backward, without_torch_function
+from .private_torch import address_of, change_class, without_torch_function
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -379,6 +380,11 @@ def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
     """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
     return None if share is None or share.is_copy else (share.unit(), share.name)
+
+
+def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
+    """Returns the error of who cannot do something, such as "saved", with a tensor at rest."""
+    return vars(tensor)[_SHARE].refusal(what, refusal)
 
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:

@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed calls to keep parameters on the host until they are sharded, and to save them."""
 
+import contextlib
 import copy
 import functools
+import io
 import itertools
 import operator
+import pickle
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
@@ -18,7 +21,7 @@ from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
-from .at_rest import Resharded, on_first_rank, stands_for
+from .at_rest import Resharded, on_first_rank, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .private_torch import apply_to_tensors
 
@@ -140,12 +143,15 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
 
     This engine's parameters at rest get their values where :func:`with_values` gives them, in dicts, lists and tuples.
     A rank may pass another state than others, because the first rank's alone may be saved.
+
+    Raises:
+        RuntimeError: on every rank, if a state that is saved holds others: in objects, or of another engine.
     """
     sharded = _sharded_of(engine)
     if sharded is None:
         return client_state
     # Import here, as in _sharded_of().
-    from ...zero_1_and_2.collectives import collective
+    from ...zero_1_and_2.collectives import collective, every_rank_raises
 
     found = _at_rest_in(client_state)
     places = {unit: number for number, unit in enumerate(sharded.units)}
@@ -155,10 +161,13 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
     with collective("learn which ranks save parameters beside their module"):
         torch.distributed.all_gather_object(of_ranks, own)
     wanted = sorted(set().union(*of_ranks))
-    if not wanted:
-        return client_state
-    values = _with_values(sharded, found, _writes(engine), [sharded.units[number] for number in wanted])
-    return _replaced(client_state, values, {})
+    if wanted:
+        values = _with_values(sharded, found, _writes(engine), [sharded.units[number] for number in wanted])
+        client_state = _replaced(client_state, values, {})
+    with every_rank_raises("pickle the client state of a checkpoint"):
+        if _writes(engine):
+            _refuse_at_rest(client_state)
+    return client_state
 
 
 def _at_rest_in(state):
@@ -172,6 +181,31 @@ def _at_rest_in(state):
             seen.add(id(item))
             items.extend(item.values() if isinstance(item, dict) else item)
     return found
+
+
+def _refuse_at_rest(state):
+    """Raises RuntimeError if pickle finds a parameter at rest in a state, wherever it is.
+
+    Torch would raise too, but on this rank alone, and the other ranks would wait for this one.
+    """
+    found: List[Resharded] = []
+
+    class Looks(pickle.Pickler):
+        def persistent_id(self, item):
+            if isinstance(item, Resharded):
+                found.append(item)
+            # Do not look into tensors, whose values are many.
+            return True if isinstance(item, torch.Tensor) else None
+
+    class Nowhere(io.RawIOBase):
+        def write(self, written):
+            return len(written)
+
+    # What cannot be pickled raises when it is saved.
+    with contextlib.suppress(Exception):
+        Looks(Nowhere()).dump(state)
+    if found:
+        raise refusal_of(found[0], "saved as a part of client_state")
 
 
 def _replaced(item, values, done):

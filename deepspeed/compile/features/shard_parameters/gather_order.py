@@ -17,8 +17,8 @@ from typing import Any, Container, Iterator, List, Optional, Set
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ...zero_1_and_2.gradient.backward import in_backward
 from .comparison import NO_BLOCK
-from .private_torch import in_backward
 from .unit import Unit
 from .whole_units import WholeUnits
 

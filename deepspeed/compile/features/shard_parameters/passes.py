@@ -11,11 +11,12 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refusal
 from .comparison import BEGINNING, END, PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
-from .private_torch import call_after_backward, in_backward, trace_again
+from .private_torch import call_after_backward, trace_again
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits

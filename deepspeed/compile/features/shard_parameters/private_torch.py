@@ -93,11 +93,6 @@ def users_of(storage: torch.UntypedStorage) -> int:
 # Autograd ----------------------------------------------------------------------------------------------------------
 
 
-def in_backward() -> bool:
-    """Whether this thread runs a backward. No public function says so."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def call_after_backward(function: Callable[[], None]) -> None:
     """Calls a function when the backward is through that this thread runs.
 

@@ -13,6 +13,7 @@ import deepspeed.comm as dist
 
 from ...fixes.base.subclasses import is_dtensor, plain_tensors
 from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.gradient.backward import in_backward
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import log_notice
 from ..blocks.parameters import by_block
@@ -24,7 +25,6 @@ from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .passes import Passes
-from .private_torch import in_backward
 from .saved_tensors import saving_handles
 from .unit import TAKE_IN, Unit
 from .unit_memory import UnitMemory

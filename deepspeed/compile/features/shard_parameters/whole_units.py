@@ -26,9 +26,9 @@ import torch
 
 from deepspeed.utils import logger
 
+from ...zero_1_and_2.gradient.backward import in_backward
 from ...zero_1_and_2.messages import warn
 from .comparison import At
-from .private_torch import in_backward
 from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.

@@ -10,16 +10,18 @@ which the hook appends. Please give each layer a list of its own.
 import contextlib
 import functools
 import sys
+import threading
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.nn import Module
 
 from ...features.blocks.block_calls import Around
+from ...zero_1_and_2.gradient.backward import in_backward
 
 
-class _BlockOutputs:
-    """What hooks in the graph of the running block collect.
+class _BlockOutputs(threading.local):
+    """What hooks in the graph of the block collect that this thread runs. Another thread may run another model.
 
     Attributes:
         is_known: whether the hooks read ``lists``. If not, they read transformers' own variable.
@@ -78,7 +80,7 @@ def _around(read, module, blocks, call):
             last = tuple(name for name in collected if not name.startswith("_"))
         # In a backward, a checkpoint computes the block again. Nobody collects then, but the block must run the graph
         # that its first run has run, so ``last`` stays.
-        elif torch._C._current_graph_task_id() == -1:
+        elif not in_backward():
             last = ()
         if "hidden_states" in last:
             # Transformers collects the input of the first layer if the list is empty.

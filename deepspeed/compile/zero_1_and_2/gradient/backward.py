@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward, of whichever engine. No public function says so."""
+    return torch._C._current_graph_task_id() != -1
+
+
 @dataclasses.dataclass
 class _Step:
     """What this rank knows of the current step. Dropped with the step's gradients."""
@@ -181,7 +186,7 @@ class BackwardLife:
         Raises:
             RuntimeError: in a hook of a backward of this engine. A part of each gradient may have been sent by then.
         """
-        if self._reducer.in_backward and torch._C._current_graph_task_id() != -1:
+        if self._reducer.in_backward and in_backward():
             raise RuntimeError(
                 "zero_grad() was called by a hook while a backward ran, when some of its gradients were on their way "
                 "to other ranks; call it when the backward has ended"
