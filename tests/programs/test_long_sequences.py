@@ -215,7 +215,6 @@ def train_off_and_on(name, options, backend):
         *(pytest.param(name, KEPT, "eager", marks=SLOW) for name in ("transformers", "torch", "DeepSpeed-reentrant")),
         pytest.param("TRL", KEPT, "eager", marks=SLOW),
         *(pytest.param(name, SHARDED, "eager", marks=SLOW) for name in WAYS),
-        *(pytest.param(name, SHARDED, "inductor", marks=SLOW) for name in ("transformers", "DeepSpeed-context")),
     ],
 )
 def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options, backend):
