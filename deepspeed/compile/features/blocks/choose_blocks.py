@@ -181,10 +181,20 @@ def _reason_against(module):
 
 def _is_called_by_torch(kind):
     """Whether a call of a module of this class runs ``nn.Module.__call__()``, by what the class shows."""
-    call = inspect.unwrap(kind.__call__)
-    # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code.
+    call, torchs = inspect.unwrap(kind.__call__), inspect.unwrap(Module.__call__)
+    # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code. Who wraps the
+    # `__call__` of a class, as DeepSpeed's offload of checkpointed inputs does, keeps it in a closure.
     names = getattr(getattr(call, "__code__", None), "co_names", ())
-    return call is inspect.unwrap(Module.__call__) or "__call__" in names
+    return call is torchs or "__call__" in names or any(torchs is value for value in _enclosed(call))
+
+
+def _enclosed(function):
+    """Yields the functions in a function's closure, without their decorators."""
+    for cell in getattr(function, "__closure__", None) or ():
+        # The cell of a variable that has no value yet has no contents.
+        value = getattr(cell, "cell_contents", None)
+        if inspect.isfunction(value):
+            yield inspect.unwrap(value)
 
 
 def parents_of(module: Module, blocks: List[Module]) -> List[Module]:
