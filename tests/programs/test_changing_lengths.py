@@ -67,7 +67,7 @@ def qwen3():
 
 def checkpointed_qwen3():
     model = qwen3()
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     return model
 
 

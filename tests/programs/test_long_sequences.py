@@ -95,7 +95,7 @@ def saved_on_host():
 
 
 def around_each(function, *inputs):
-    """What transformers makes of ``activation_checkpointing_enable(offload=True)``."""
+    """What transformers makes of ``gradient_checkpointing_enable(offload=True)``."""
     with saved_on_host():
         return plain(function, *inputs)
 
@@ -201,34 +201,33 @@ def train(way, options, tiles=0):
     return left, values, from_graphs
 
 
-def train_off_and_on(name, options, backend):
-    with compile_backend(backend):
+def train_off_and_on(name, options):
+    with compile_backend("eager"):
         left, values, from_graphs = train(WAYS[name], options)
         left_off, off, _ = train(WAYS[name], {})
     return left, left_off, total_error(values, off), from_graphs
 
 
 @vary(
-    "name, options, backend",
+    "name, options",
     [
-        *((name, KEPT, "eager") for name in ("none", "DeepSpeed-non-reentrant", "DeepSpeed-context")),
-        *(pytest.param(name, KEPT, "eager", marks=SLOW) for name in ("transformers", "torch", "DeepSpeed-reentrant")),
-        pytest.param("TRL", KEPT, "eager", marks=SLOW),
-        *(pytest.param(name, SHARDED, "eager", marks=SLOW) for name in WAYS),
+        *((name, KEPT) for name in ("none", "DeepSpeed-non-reentrant", "DeepSpeed-context")),
+        *(pytest.param(name, KEPT, marks=SLOW) for name in ("transformers", "torch", "DeepSpeed-reentrant", "TRL")),
+        *(pytest.param(name, SHARDED, marks=SLOW) for name in WAYS),
     ],
 )
-def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options, backend):
+def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options):
     """Compiled blocks would keep their inputs on the device, or compute them again from memory that was freed.
 
     DeepSpeed's context wraps the ``__call__`` of layers, which would keep layers from being graphs of their own.
     """
-    for left, left_off, error, from_graphs in ranks(world_of(options)).run(train_off_and_on, name, options, backend):
+    for left, left_off, error, from_graphs in ranks(world_of(options)).run(train_off_and_on, name, options):
         assert (left, left_off) == (WAYS[name].on_device, WAYS[name].on_device)
         assert error < BOUND and from_graphs > 0
 
 
-def train_tiled(options, backend):
-    with compile_backend(backend):
+def train_tiled(options):
+    with compile_backend("eager"):
         _, values, from_graphs = train(None, options, tiles=4)
         breaks = list(torch._dynamo.utils.counters["graph_break"])
         _, off, _ = train(None, {})
@@ -238,6 +237,6 @@ def train_tiled(options, backend):
 @vary("options", [KEPT, pytest.param(SHARDED, marks=SLOW)])
 def test_tiles_of_mlps(ranks, options):
     """Only the first tile's gradient would be reduced, or Dynamo would compile what saves handles of parameters."""
-    for error, from_graphs, breaks in ranks(world_of(options)).run(train_tiled, options, "eager"):
+    for error, from_graphs, breaks in ranks(world_of(options)).run(train_tiled, options):
         assert error < BOUND and from_graphs > 0
         assert not any("UntypedStorage" in text for text in breaks), breaks
