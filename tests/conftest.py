@@ -131,14 +131,14 @@ def _has_warm_ranks():
     return graph_cache.SUPPORTED and not torch.backends.cuda.is_built()
 
 
-# Before pytest deselects by marks.
-@pytest.hookimpl(tryfirst=True)
 def pytest_itemcollected(item):
     """Makes ``-k compile.shard_parameters`` find the tests whose mark ``options`` has that name."""
     for mark in item.iter_markers("options"):
         item.extra_keyword_matches.update(mark.args)
 
 
+# Before pytest deselects by marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.keep_one_quick_case(items)
     option, kept = config.option, items

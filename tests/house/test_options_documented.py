@@ -6,6 +6,7 @@ The page is held against the fields that DeepSpeed has, the tables of the tests,
 """
 
 import ast
+import functools
 import inspect
 import itertools
 import re
@@ -87,12 +88,15 @@ def harmless():
     return names | given.keys() - {*sections, "fp16"}
 
 
+@functools.cache
 def marked():
     """Returns the names of the options that marks of tests have."""
-    trees = [ast.parse(path.read_text()) for path in sorted(TESTS.rglob("test_*.py"))]
-    marks = [mark for tree in trees for test in tree.body for mark in getattr(test, "decorator_list", ())]
-    calls = [mark for mark in marks if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.options"]
-    return {ast.literal_eval(name) for call in calls for name in call.args}
+    marks = [
+        mark
+        for path in sorted(TESTS.rglob("test_*.py"))
+        for mark in re.findall(r"(?ms)^@(pytest\.mark\.options\(.*?\))$", path.read_text())
+    ]
+    return {ast.literal_eval(name) for mark in marks for name in ast.parse(mark, mode="eval").body.args}
 
 
 @pytest.mark.quick

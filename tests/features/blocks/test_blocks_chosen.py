@@ -99,6 +99,40 @@ def calls_itself(block):
     return CallsItself(4)
 
 
+class CallsTorchs(Block):
+    def __call__(self, x):
+        return super().__call__(x)
+
+
+def wrapped(call, times):
+    """A call of a module, wrapped as the offload of checkpointed inputs wraps it. One of its names has no value."""
+    if not times:
+        return call
+    wraps = wrapped(call, times - 1)
+    if times < 0:
+        unset = None
+
+    def outer(self, *args):
+        return wraps(self, *args) if args else unset
+
+    return outer
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", [Block, CallsTorchs, CallsItself])
+def test_a_call_that_is_wrapped(monkeypatch, kind, times):
+    """An engine that compiles itself within the step of who wraps calls would make no graphs of blocks, or raise."""
+    monkeypatch.setattr(kind, "__call__", wrapped(kind.__call__, times), raising=False)
+    model = Lonely()
+    model.layers[0] = kind(4)
+    assert torch.equal(model.layers[0](torch.ones(2, 4)), model.layers[0].forward(torch.ones(2, 4)))
+    if kind is CallsItself:
+        with pytest.raises(ValueError, match="does not call nn.Module's"):
+            find_blocks(model, [kind.__name__])
+    else:
+        assert find_blocks(model, [kind.__name__]) == [model.layers[0]]
+
+
 class CallsOtherwise(Block):
     def _call_impl(self, x):
         return 2 * super()._call_impl(x)

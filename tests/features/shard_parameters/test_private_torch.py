@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.distributed import distributed_c10d
 from torch.nn import Parameter
@@ -21,6 +22,7 @@ from deepspeed.compile.features.shard_parameters.private_torch import (
     call_after_backward,
     change_class,
     holders_of,
+    keep_from_compiler,
     saving_hooks,
     takes_saving_hooks,
     trace_again,
@@ -142,6 +144,21 @@ def test_hooks_of_saved_tensors_can_be_asked_for():
         assert saving_hooks() == hooks and takes_saving_hooks()
     with disable_saved_tensors_hooks("on purpose"):
         assert not takes_saving_hooks()
+
+
+def test_dynamo_leaves_a_function_and_what_it_calls_alone():
+    """Dynamo would compile the hooks of saved tensors wherever a block's graph ends early."""
+    counts = CompileCounter()
+
+    def inner(tensor):
+        return tensor + 1
+
+    @keep_from_compiler
+    def outer(tensor):
+        return inner(tensor)
+
+    assert torch.compile(outer, backend=counts)(torch.ones(1)) == 2
+    assert counts.frame_count == 0
 
 
 def test_the_first_rank_that_writes_a_key_decides():

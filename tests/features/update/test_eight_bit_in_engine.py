@@ -17,7 +17,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from support.checkpoints import Run, assert_same, compared, differing, start, state, to_universal, train
+from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, to_universal, train
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.options import outcome
@@ -185,6 +185,25 @@ def test_experts_that_are_rarely_hit(ranks, stage):
         assert blockwise
         assert moved < 2 * moved_full < 0.02
         assert relative_error([eight], [full]) < 0.01
+
+
+def overflow(run):
+    """Returns what differs after a step that overflows, among all that a checkpoint has."""
+    _, engine = start(run)
+    train(engine, run, range(2))
+    before = state(engine)
+    engine.backward(engine(sequences(run, 2, 0)) * torch.inf)
+    engine.step()
+    after = state(engine)
+    engine.destroy()
+    return differing(after, before)
+
+
+@vary("stage", [1, 2])
+def test_an_overflow_leaves_states_as_they_are(ranks, stage):
+    """A block's scale would become infinite, and all its values with it."""
+    for names in ranks(2).run(overflow, run_of(dtype="fp16", stage=stage, accumulation=1)):
+        assert names == ["global_samples", "global_steps", "skipped_steps"]
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------

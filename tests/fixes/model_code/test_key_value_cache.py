@@ -193,6 +193,30 @@ def test_what_runs_without_gradients_in_a_training_forward(one_rank, model):
     assert one_rank.run(calls_that_run_uncompiled, model) == [IN_TRAINING[model]]
 
 
+def packed_losses():
+    """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
+    torch._dynamo.reset()
+    module = language_model(2)
+    for parameter in module.parameters():
+        parameter.data *= 10  # so that what a token sees matters
+    ids = torch.arange(24, device=device()).view(1, 24)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).view(1, 24).to(device())
+    packed = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    alone = [module(**packed, use_cache=use_cache).loss.item() for use_cache in (False, True)]
+    engine = engine_by_configuration(module, True)
+    with compile_backend("eager"):
+        loss = engine(**packed).loss.item()
+    engine.destroy()
+    return loss, *alone
+
+
+@pytest.mark.options("compile.deepcompile")
+def test_packed_sequences_are_kept_apart(one_rank):
+    """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
+    ((loss, without, with_cache),) = one_rank.run(packed_losses)
+    assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
+
+
 class Copied(NamedTuple):
     """A copy of a language model, or the model itself without DeepCompile."""
 

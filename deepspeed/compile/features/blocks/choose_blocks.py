@@ -5,6 +5,7 @@
 A reduction learns at run time whose gradient it gets, so one graph can reduce the gradients of every layer.
 """
 
+import contextlib
 import inspect
 from collections import defaultdict
 from typing import Any, Dict, List, Literal, Tuple, Union
@@ -181,10 +182,23 @@ def _reason_against(module):
 
 def _is_called_by_torch(kind):
     """Whether a call of a module of this class runs ``nn.Module.__call__()``, by what the class shows."""
-    call = inspect.unwrap(kind.__call__)
-    # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code.
-    names = getattr(getattr(call, "__code__", None), "co_names", ())
-    return call is inspect.unwrap(Module.__call__) or "__call__" in names
+    torchs, functions = inspect.unwrap(Module.__call__), [inspect.unwrap(kind.__call__)]
+    for function in functions:
+        # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code.
+        if function is torchs or "__call__" in getattr(getattr(function, "__code__", None), "co_names", ()):
+            return True
+        # Who wraps the `__call__` of a class has it in a closure, as DeepSpeed's offload of checkpointed inputs does.
+        functions += [inner for inner in _enclosed(function) if not any(inner is known for known in functions)]
+    return False
+
+
+def _enclosed(function):
+    """Yields the functions in a function's closure, without their decorators."""
+    for cell in getattr(function, "__closure__", None) or ():
+        # The cell of a variable that has no value yet raises.
+        with contextlib.suppress(ValueError):
+            if inspect.isfunction(cell.cell_contents):
+                yield inspect.unwrap(cell.cell_contents)
 
 
 def parents_of(module: Module, blocks: List[Module]) -> List[Module]:

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed calls to keep parameters on the host until they are sharded, and to save them."""
 
-import contextlib
 import copy
 import functools
-import io
 import itertools
 import operator
+import os
 import pickle
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
+import numpy
 import torch
 
 import deepspeed.comm as dist
@@ -21,7 +21,7 @@ from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
-from .at_rest import Resharded, on_first_rank, refusal_of, stands_for
+from .at_rest import OnFirstRank, Resharded, on_first_rank, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .private_torch import apply_to_tensors
 
@@ -145,7 +145,8 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
     A rank may pass another state than others, because the first rank's alone may be saved.
 
     Raises:
-        RuntimeError: on every rank, if a state that is saved holds others: in objects, or of another engine.
+        RuntimeError: on every rank, if a state that is saved holds others, in objects or of another engine, or cannot
+            be pickled.
     """
     sharded = _sharded_of(engine)
     if sharded is None:
@@ -184,28 +185,26 @@ def _at_rest_in(state):
 
 
 def _refuse_at_rest(state):
-    """Raises RuntimeError if pickle finds a parameter at rest in a state, wherever it is.
+    """Raises RuntimeError if pickle finds a parameter at rest in a state, wherever it is, or what pickle raises.
 
     Torch would raise too, but on this rank alone, and the other ranks would wait for this one.
     """
-    found: List[Resharded] = []
 
     class Looks(pickle.Pickler):
         def persistent_id(self, item):
             if isinstance(item, Resharded):
-                found.append(item)
-            # Do not look into tensors, whose values are many.
-            return True if isinstance(item, torch.Tensor) else None
+                raise refusal_of(item, "saved as a part of client_state")
+            # Do not look into what has many values. What stands for values of another rank raises by itself.
+            has_values = isinstance(item, (torch.Tensor, str, bytes)) and not isinstance(item, OnFirstRank)
+            return True if has_values or _has_numbers(item) else None
 
-    class Nowhere(io.RawIOBase):
-        def write(self, written):
-            return len(written)
+    with open(os.devnull, "wb") as nowhere:
+        # The protocol of torch.save().
+        Looks(nowhere, protocol=2).dump(state)
 
-    # What cannot be pickled raises when it is saved.
-    with contextlib.suppress(Exception):
-        Looks(Nowhere()).dump(state)
-    if found:
-        raise refusal_of(found[0], "saved as a part of client_state")
+
+def _has_numbers(item):
+    return isinstance(item, numpy.ndarray) and not item.dtype.hasobject
 
 
 def _replaced(item, values, done):

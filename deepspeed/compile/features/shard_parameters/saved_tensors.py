@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .places import KNOWN_STORAGES, TensorSlot
-from .private_torch import address_of, saving_hooks, takes_saving_hooks, version_of
+from .private_torch import address_of, keep_from_compiler, saving_hooks, takes_saving_hooks, version_of
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def _wrapper(tensor, compares):
     return _Wrapper(type(tensor), context, tensor.size(), tensor.stride(), inner)
 
 
+@keep_from_compiler
 def _pack(tensor):
     stand_in = _stand_in(tensor)
     if stand_in is not None:
@@ -115,6 +116,7 @@ def _pack(tensor):
     return tensor.detach(), version_of(tensor)
 
 
+@keep_from_compiler
 def _unpack(packed):
     if isinstance(packed, (_Handle, _Wrapper)):
         return packed.tensor()
@@ -128,11 +130,13 @@ def _unpack(packed):
 def _above(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Callable]:
     """Returns hooks that leave all tensors but those of units to a caller's hooks, such as those of checkpointing."""
 
+    @keep_from_compiler
     def pack(tensor):
         # Torch compares none within a caller's hooks. Checkpointing, for one, computes what was saved again.
         stand_in = _stand_in(tensor, compares=False)
         return pack_other(tensor) if stand_in is None else stand_in
 
+    @keep_from_compiler
     def unpack(packed):
         return packed.tensor() if isinstance(packed, (_Handle, _Wrapper)) else unpack_other(packed)
 

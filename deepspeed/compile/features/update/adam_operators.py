@@ -116,6 +116,7 @@ def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
     """
     # No function of torch's own compiles a graph for inputs of varying length without Dynamo's guards in each call.
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     tensors = [*like[:3], *like.states]
     rows = [tensor.new_empty(_EXAMPLE_ROWS, tensor.shape[1]) for tensor in tensors]
@@ -125,5 +126,9 @@ def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
         shapes = ([{0: Dim("rows", min=2)}] * len(rows), None)
         graph = torch.export.export(_Step(), (rows, scalars), dynamic_shapes=shapes, strict=False).graph_module
         examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
-        compiled = compile_fx(graph, examples)
+        # The code counts on the width of this processor's vectors, which the keys of torch's caches leave out. Where
+        # hosts with other processors share a cache, the code of one would skip a half of another one's elements.
+        tag = f"{torch.compiler.config.cache_key_tag} {pick_vec_isa()}"
+        with torch.compiler.config.patch(cache_key_tag=tag):
+            compiled = compile_fx(graph, examples)
     return lambda elements, settings: compiled(*elements[:3], *elements.states, settings.scalars)
