@@ -97,7 +97,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sharded_broadcasts, sizes
+from .messages import OUTSIDE, Sizes, gathers, layout, reductions, sharded_gathers, sizes
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -141,13 +141,16 @@ class Cluster:
     channels: int = 16
     latency: float = 1.0
 
-    def to_all(self, size: int, ranks: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes, all ranks' parts together."""
+    def to_all(self, size: int, ranks: int, operations: int = 1) -> float:
+        """Seconds of a group of all-gathers or reduce-scatters of ``size`` bytes, all ranks' parts together.
+
+        The operations of a group run side by side, one or more to a channel. Those of one channel follow each other.
+        """
         between = math.ceil(ranks / self.per_node) - 1
-        inside = ranks - 1 - between
+        inside, rounds = ranks - 1 - between, math.ceil(operations / self.channels)
         return min(
             protocol.base
-            + self.latency * (inside * protocol.inside + between * protocol.between)
+            + self.latency * rounds * (inside * protocol.inside + between * protocol.between)
             + size * (ranks - 1) / ranks / (self.bandwidth * protocol.bandwidth)
             for protocol in PROTOCOLS.values()
         )
@@ -224,7 +227,7 @@ class Case:
 
 
 def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None = None) -> Cost:
-    """This fork's backward: buckets of messages to owners, one bucket in flight.
+    """This fork's backward: buckets of reduce-scatters, one bucket in flight.
 
     Args:
         case: the model and its training.
@@ -239,7 +242,7 @@ def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None 
         if sent.waited or sent.bytes:
             now = max(now, arrives)
         if sent.bytes:
-            took = cluster.to_one(sent.bytes, ranks, sent.messages)
+            took = cluster.to_all(sent.bytes, ranks, sent.messages)
             busy, arrives = busy + took, now + took
     return Cost(busy, max(now, arrives) - backward)
 
@@ -251,31 +254,17 @@ def gather_at_once(case: Case, cluster: Cluster, ranks: int) -> Cost:
 
 
 def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``overlap_param_gather``: a group of broadcasts for each unit under the next forward, which waits for each.
-
-    Where units have too many owners for that, one all-gather, as the code that trains decides.
-    """
-    from deepspeed.compile.features.overlap_gather.gather import broadcasts_pay
-
-    units = broadcasts(case.model, ranks)
-    if not broadcasts_pay(units):
-        return gather_at_once(case, cluster, ranks)
-    return _under_the_forward(case, [cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units])
-
-
-def gather_one_by_one(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``overlap_param_gather`` as it was: the same broadcasts, one after the other."""
-    units = broadcasts(case.model, ranks)
-    return _under_the_forward(case, [sum(cluster.to_one(_bytes(run), ranks) for run in unit) for unit in units])
+    """``overlap_param_gather``: a group of all-gathers for each unit under the next forward, which waits for each."""
+    return _under_the_forward(case, [_to_all(cluster, unit, ranks) for unit in gathers(case.model, ranks)])
 
 
 def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``shard_parameters: "all"``: owners broadcast units for the forward, and blocks again for the backward.
+    """``shard_parameters: "all"``: units are gathered for the forward, and blocks again for the backward.
 
-    Broadcasts and reductions share the network, so one follows the other, although they have two communicators.
+    Gathers and reductions share the network, so one follows the other, although they have two communicators.
     """
-    units = sharded_broadcasts(case.model, ranks)
-    took = [cluster.compare(ranks) + cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units]
+    units = sharded_gathers(case.model, ranks)
+    took = [cluster.compare(ranks) + _to_all(cluster, unit, ranks) for unit in units]
     embedding, *blocks, head = range(len(units))
     # Nothing computes while the embedding arrives, and then the first block.
     now, arrives = 0.0, took[embedding] + took[blocks[0]]
@@ -304,14 +293,15 @@ def _sharded_backward(case, cluster, ranks, took):
         if sent.waited or sent.bytes:
             now = max(now, bucket_arrives)
         if sent.bytes:
-            reduced = cluster.to_one(sent.bytes, ranks, sent.messages)
+            reduced = cluster.to_all(sent.bytes, ranks, sent.messages)
             busy, free = busy + reduced, max(now, free) + reduced
             bucket_arrives = free
     return Cost(busy, max(now, bucket_arrives) - backward)
 
 
-def _bytes(run):
-    return 2 * (run.last - run.first)
+def _to_all(cluster, unit, ranks):
+    """Returns the seconds of the group of all-gathers of a unit."""
+    return cluster.to_all(2 * sum(unit), ranks, len(unit))
 
 
 def _under_the_forward(case, took):
@@ -370,7 +360,7 @@ SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
     "FSDP2, kept": lambda *on: fsdp2(*on, reshard=False),
     "FSDP2, resharded": lambda *on: fsdp2(*on, reshard=True),
     "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
-    "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_one_by_one(*on),
+    "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_overlapped(*on),
 }
 
 
@@ -440,13 +430,13 @@ def costs(case: Case, cluster: Cluster, of: list[int]) -> str:
 
 def counts(case: Case, of: list[int]) -> str:
     """Returns a table: for each number of ranks the messages of a step."""
-    cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
+    cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "all-gathers"]]
     for ranks in of:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
         numbers = [layout(case.model, ranks).partition_numel]
         for sent in (now, before):
             numbers += [sum(message.bytes > 0 for message in sent), sum(message.messages for message in sent)]
-        numbers.append(sum(map(len, broadcasts(case.model, ranks))))
+        numbers.append(sum(map(len, gathers(case.model, ranks))))
         cells.append([str(ranks), *map(str, numbers)])
     return rows(cells)
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import flops
-from .devices import on_gpus, synchronize
+from .devices import mapped_bytes, on_gpus, synchronize
 from .recorder import data, record
 from .settings import Settings
 from .systems import make_system
@@ -119,7 +119,7 @@ class Trainer:
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
         self.system = make_system(settings, model)
         self.setup_s = time.perf_counter() - began
-        self.setup_peak = torch.cuda.max_memory_allocated() if on_gpus() else None
+        self.setup_peak = torch.cuda.max_memory_allocated() + mapped_bytes() if on_gpus() else None
         self._drawn = 0  # batches so far
         if on_gpus():
             # The memory that setting up took must not count as memory that training takes.
@@ -187,7 +187,8 @@ class Trainer:
             yield
             synchronize()
             if on_gpus():
-                allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+                mapped = mapped_bytes()
+                allocated, peak = torch.cuda.memory_allocated() + mapped, torch.cuda.max_memory_allocated() + mapped
                 phases[name] = {"after": allocated, "peak": peak}
             counted = self.system.counters()
             if counted:

@@ -121,6 +121,7 @@ class DeepSpeed:
                     **({"shard_parameters": settings.shard} if settings.shard else {}),
                     **({"keep_gathered": settings.keep} if settings.keep is not None else {}),
                     **({} if settings.overlap_gather is None else {"overlap_param_gather": settings.overlap_gather}),
+                    **({} if settings.copy_engines is None else {"copy_engines": settings.copy_engines}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
                     **({"optimizer_states": settings.states} if in_engine else {}),

@@ -326,8 +326,13 @@ void Reducer::agree_and_reduce_late()
     }
     order_.end_step();
     const bool rank_decides = group.rank() == 0;
-    const bool exchanges = agreement_.compare(
-        group, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
+    const char* purpose = "agree on what the backward has reduced";
+    try {
+        for (const auto& each : groups_) { each.carrier->await_others(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose, error);
+    }
+    const bool exchanges = agreement_.compare(group, purpose, is_late || (rank_decides && order_.wants_change()));
     if (!exchanges) { return; }
     for (const auto index : exchange_orders()) { enqueue_sum(records_[index]); }
     buckets_.launch();

@@ -30,6 +30,7 @@ NAMES = (
     "features.blocks",
     "fixes.model_code",
     "tools.reports",
+    "features.copy_engines",
     "features.overlap_gather",
     # Parts that cut a graph in pieces come late, because the pieces replace the graph.
     "features.loss",

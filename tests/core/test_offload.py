@@ -375,8 +375,8 @@ def test_little_host_memory(ranks):
 def test_deprecated_name(ranks):
     """DeepSpeed takes the old name for the new one, and gradients would stay on the device."""
     config = {"zero_optimization": {"cpu_offload": True}, "zero_force_ds_cpu_optimizer": False}
-    for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config))):
-        assert result.counters["on_host"] > 0 == result.counters["peak_bound"]
+    results = check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config)))
+    assert all(result.counters["on_host"] > 0 == result.counters["peak_bound"] for result in results)
 
 
 # Copies between device and host ------------------------------------------------------------------------------------

@@ -196,7 +196,7 @@ def train_without_elements():
     reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
     group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), 8, torch.float32, device(), False, None)
     try:
-        reducer.register_parameter(group, "empty", empty, torch.float32, [])
+        reducer.register_parameter(group, "empty", empty, torch.float32, 0, 0)
     except ValueError as error:
         said.append(str(error))
     reducer.close()

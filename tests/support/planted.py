@@ -70,19 +70,19 @@ FAULTS = {
     "memory sent that is used again": Fault(
         "a large gradient is held without a copy, although the graph has not donated its memory",
         CPP + "bucket.cpp",
-        {"if (large && donated && gradient": "if (large && gradient"},
+        {"if (large && donated && numel": "if (large && numel"},
         ("core/test_sent_gradients.py", "core/test_lifetime.py"),
     ),
     "wrong elements for an owner": Fault(
-        "the second owner of a parameter that straddles partitions gets the parameter's first elements",
+        "of gradients that are sent together, each parameter gets the shard of the first one",
         CPP + "bucket.cpp",
-        {"{piece, segment.used + piece.source_offset}": "{piece, segment.used}"},
+        {"shard.narrow(0, offset, entry.shards.own)": "shard.narrow(0, 0, entry.shards.own)"},
         ("core/test_parity.py",),
     ),
     "not divided by the number of ranks": Fault(
         "gradients that gloo adds up are not averaged",
-        CPP + "bucket.cpp",
-        {"if (!average && group.divisor != 1) {": "if (average) {"},
+        CPP + "carrier.cpp",
+        {"if (!average && divisor != 1) {": "if (average) {"},
         ("core/test_parity.py",),
     ),
     "accumulation overwrites": Fault(
@@ -287,10 +287,10 @@ FAULTS = {
         ("features/update/test_eight_bit_states.py",),
     ),
     "8-bit blocks that depend on the number of ranks": Fault(
-        "blocks begin where a partition begins, and not on the grid of the flat tensor",
-        FEATURES + "update/eight_bit.py",
-        {"self.lead = partition.offset % BLOCK": "self.lead = 0"},
-        ("features/update/test_eight_bit_states.py",),
+        "blocks of a parameter begin anywhere in it, as its shards have any number of elements",
+        CORE + "layout.py",
+        {"SHARD_MULTIPLE = 256": "SHARD_MULTIPLE = 16"},
+        ("features/update/test_eight_bit_in_engine.py",),
     ),
     "ties of remainders to even": Fault(
         "a master weight half-way between two bf16 numbers has the even one, whose remainder does not fit in 16 bits",
@@ -319,7 +319,7 @@ FAULTS = {
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
         CORE + "parameter/host_memory.py",
-        {"partition(optimizer, group)[first:last].copy_(": "partition(optimizer, group)[: last - first].copy_("},
+        {"own_parameters(optimizer, group).write(first, source)": "own_parameters(optimizer, group).write(0, source)"},
         ("core/test_offload.py",),
     ),
     "forward does not wait": Fault(

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from deepspeed.compile.zero_1_and_2.layout import Layout, Place
+from deepspeed.compile.zero_1_and_2.layout import Layout
 
 
 def register(reducer, process_group, parameters, flat=False, dtypes=None):
@@ -14,14 +14,10 @@ def register(reducer, process_group, parameters, flat=False, dtypes=None):
 
     ``flat``: as for ``add_group()``. ``dtypes``: those in which gradients are sent, if not all are fp32.
     """
-    firsts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-    places = [Place(parameter, first, parameter.numel()) for parameter, first in zip(parameters, firsts)]
     world, on = process_group.size(), parameters[0].device
-    layout = Layout(places, world, process_group.rank(), alignment=1)
+    layout = Layout([(parameter, parameter.numel()) for parameter in parameters], world, process_group.rank())
     group = reducer.add_group(process_group, world, layout.partition_numel, torch.float32, on, flat, None)
-    for index, (pieces, dtype) in enumerate(
-        zip(layout.by_parameter().values(), dtypes or itertools.repeat(torch.float32))
-    ):
-        numbers = [piece.numbers for piece in pieces]
-        reducer.register_parameter(group, f"parameter {index}", pieces[0].parameter, dtype, numbers)
+    for index, (place, dtype) in enumerate(zip(layout.places, dtypes or itertools.repeat(torch.float32))):
+        name = f"parameter {index}"
+        reducer.register_parameter(group, name, place.parameter, dtype, place.shard, place.offset)
     return layout.partition_numel

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from ..config import CompileConfig
+    from .gradient.native import Reducer
     from .graph.backend import Backend, Frame
     from .layout import Layout
     from .parameter.gather import AllGather
@@ -163,6 +164,10 @@ class Feature:
     def __init__(self, context: SetUpContext):
         """Prepares the engine, and adds a function to ``context.undo`` that reverts each change.
         It must not call a collective, which a rank would miss whose set-up has raised."""
+
+    def carry(self, optimizer: "DeepSpeedZeroOptimizer", reducer: "Reducer") -> None:
+        """Called on every rank when all ranks have made their parts, before parameters move to our flat tensors. May
+        call collectives. Here a part puts a process group's carrier in place of its collectives."""
 
     def commit(self) -> None:
         """Called on every rank when all ranks have made their parts and the optimizer has their methods. Makes changes

@@ -14,6 +14,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from deepspeed.compile.features.copy_engines.carrier import device_bytes
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.tools.fits import __main__ as command
 from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
@@ -22,7 +23,7 @@ from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary
-from support.training import Case, batch, build, device, make_engine
+from support.training import Case, batch, build, device, make_engine, small_shards
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, MANY = 64, 48, 3, 80, 1024
 PLAIN = Mode("plain")
@@ -101,10 +102,13 @@ def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
     case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
     flat = subject_of(type(build(case))).flat
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
-        whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
-        bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
-        states = estimate.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
-        assert held == {"parameters": whole, **states, "gradients": bound}
+        with small_shards(config):
+            whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
+            bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500).bound
+            states = estimate.states(flat, 2, Mode("", eight_bit=eight_bit, remainders=remainders))
+        found = {"parameters": whole, **states, "gradients": bound}
+        # The first rank has the most gradients. The last shards of parameters have padding.
+        assert (held if rank == 0 else {**held, "gradients": max(held["gradients"], bound)}) == found
 
 
 def kept_by_autograd(model, ids):
@@ -386,21 +390,14 @@ def test_fsdp2_holds_what_its_units_need():
     assert found.forward == found.at_rest + 10 + 2 * 100 + 2 * 100
 
 
-def test_the_last_rank_has_its_gradients_first():
-    """The rank whose partition is complete first would not be the one with the highest peak."""
-    flat = [nn.Parameter(torch.empty(1000, device="meta")) for _ in range(8)]
-    arrivals = [*reversed(range(8))]
-    halves = [gradients.send(flat, arrivals, 2, rank, bucket=1).arrived[3] for rank in (0, 1)]
-    assert halves[1] >= 3 * flat[0].nbytes > halves[0]
-
-
 @vary("stage", [1, 2])
 def test_gradients_of_earlier_micro_batches(stage):
     """With accumulation, ZeRO-1 keeps whole gradients and ZeRO-2 a partition; the table would miss them."""
     flat = [nn.Parameter(torch.empty(1000, dtype=torch.bfloat16, device="meta")) for _ in range(4)]
-    sent = gradients.send(flat, [3, 2, 1, 0], 2, 0, stage, accumulation=3)
-    assert sent.before == 8000 // stage
-    assert sent.bound == 4000
+    sent = gradients.send(flat, [3, 2, 1, 0], 2, stage, accumulation=3)
+    # Of 1000 elements the first rank has 512.
+    assert sent.before == (8000, 4096)[stage - 1]
+    assert sent.bound == 4096
 
 
 def test_accumulation_has_a_row_for_each_stage():
@@ -505,8 +502,11 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     assert answer["trained"] == elements and (answer["micro_batch"], answer["accumulation"]) == (2, 2)
     first = answer["rows"][0]
     assert first["mode"] == "your configuration" and first["fits"] == "yes"
-    # bf16 parameters, and half of the masters and moments.
-    assert first["at_rest"] - estimate.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
+    # bf16 parameters, and half of the masters and moments, with padding.
+    padded = gradients.layout_of([*Small().parameters()], 2).flat_numel
+    assert elements < padded < 1.05 * elements
+    apart = estimate.WORKSPACES + device_bytes(2)
+    assert first["at_rest"] - apart == pytest.approx(2 * padded + 12 * padded // 2, rel=1e-3)
 
 
 @pytest.mark.follows("change that, or leave the configuration out")
@@ -574,7 +574,7 @@ def test_numbers_that_no_gpu_has(name, value, says):
 def test_a_model_that_cannot_be_traced(capsys, this_module):
     """The command would end with the traceback of a model whose code reads values, though its states are known."""
     printed = run(capsys, "--model", f"{this_module}:reads_values", "--gpus", 2)
-    assert "ReadsValues could not be traced (" in " ".join(printed.split()) and "above 0.1" in printed
+    assert "ReadsValues could not be traced (" in " ".join(printed.split()) and "above 0.3" in printed
     assert "Recommended: no mode, because activations are unknown." in printed and "yes" not in printed
 
 
@@ -682,15 +682,6 @@ def test_verdicts():
     taken = 80 - sum(answer.left_out.values())
     for part, verdict in ((1.01, "no"), (0.99, "tight"), (0.82, "tight"), (0.81, "yes")):
         assert answer.verdict(row._replace(peak=int(part * taken * estimate.GIB))) == verdict
-
-
-def test_the_rank_with_the_highest_peak(monkeypatch):
-    """The rank whose gradients make the peak would be left out."""
-    asked = []
-    send = gradients.send
-    monkeypatch.setattr(estimate, "send", lambda flat, *key: asked.append(key[2]) or send(flat, *key))
-    fits(Small, modes=[PLAIN], gpus=5, sequence=TOKENS)
-    assert asked == [*range(5)]
 
 
 class Conv1D(nn.Module):

@@ -3,7 +3,7 @@
 """Keeps a part of the blocks' parameters on each rank (``compile.shard_parameters``)."""
 
 import weakref
-from typing import TYPE_CHECKING, Container, ContextManager, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Container, Iterator, Optional, Sequence
 
 import torch
 
@@ -55,8 +55,11 @@ class ShardedGather(AllGather):
                 "cannot move it to the host; name other states in include=[...]"
             )
 
-    def linking(self) -> ContextManager:
-        return self._sharded.linking()
+    def take_changes(self) -> None:
+        self._sharded.take_changes()
+
+    def wait_all(self) -> None:
+        self.take_changes()
 
 
 class GathersInBackward(_NextClass):

@@ -76,8 +76,9 @@ class Update(Feature):
 
     def commit(self) -> None:
         optimizer = self._optimizer()
+        # Ranks exchange elements here.
+        self.states.adopt(optimizer)
         with every_rank_raises("convert optimizer states", self._group):
-            self.states.adopt(optimizer)
             # The links may lead to states in the form that they had.
             optimizer._deepcompile.links.in_other_forms.append(self.states.link)
             optimizer._deepcompile.links.link_again(optimizer)

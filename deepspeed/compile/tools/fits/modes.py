@@ -32,6 +32,7 @@ class Question:
     bucket: int = int(DeepSpeedZeroConfig().reduce_bucket_size)  # ``reduce_bucket_size``
     overlap: bool = True  # whether buckets travel while the backward goes on
     regional: Any = None  # ``compile.regional_compilation``
+    copy_engines: Optional[bool] = None  # ``compile.copy_engines``
 
     def __post_init__(self) -> None:
         if not self.memory > 0:

@@ -20,6 +20,7 @@ from ..messages import warn
 from ..own_thread import in_own_thread
 from ..parameter.host_memory import HostMemory
 from ..parameter.placement import Placement
+from ..step.even_order import adopt
 from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
 from .state import EngineState
@@ -97,6 +98,9 @@ def _set_up(request):
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
         try:
+            for carry in overriding(features, "carry"):
+                carry(optimizer, reducer)
+            adopt(optimizer, layouts, deepcompile.transformed)
             with every_rank_raises("set the optimizer up", engine.seq_data_parallel_group):
                 attach(optimizer, deepcompile)
             for commit in overriding(features, "commit"):
@@ -146,11 +150,11 @@ def register_parameters(
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,
         )
-        places.update({identity: (group, pieces) for identity, pieces in layout.by_parameter().items()})
+        places.update({id(place.parameter): (group, place) for place in layout.places})
     for parameter in registered_parameters(optimizer):
-        group, pieces = places[id(parameter)]
+        group, place = places[id(parameter)]
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
-        reducer.register_parameter(group, name, parameter, dtype, [piece.numbers for piece in pieces])
+        reducer.register_parameter(group, name, parameter, dtype, place.shard, place.offset)
 
 
 def send_numel(ranks: int) -> int:

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..gradient.views import PartitionViews
-from ..layout import partition
+from .runs import Runs, own_parameters
 
 
 class Placement:
@@ -40,16 +40,16 @@ class Placement:
     def hand_over(self, optimizer: DeepSpeedZeroOptimizer, group: int, views: Optional[PartitionViews]) -> None:
         """Called when ``averaged_gradients[group]`` gets its gradients, or None when they are released."""
 
-    def new_parameters(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
-        """Returns the memory in which the step writes the new parameters of this rank's partition, 1-D.
+    def new_parameters(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> Runs:
+        """Returns where the step writes the new parameters of this rank's partition.
 
         The gradient of an element may lie where its new value is written.
         """
-        return partition(optimizer, group)
+        return own_parameters(optimizer, group)
 
     def send(self, optimizer: DeepSpeedZeroOptimizer, group: int, first: int, last: int) -> None:
-        """Called when elements [first, last) of :meth:`new_parameters` are written: copies them to the partition if
-        they lie elsewhere."""
+        """Called when elements [first, last) of :meth:`new_parameters` are written: copies them to the parameters
+        if they lie elsewhere."""
 
     def sending(self, optimizer: DeepSpeedZeroOptimizer) -> ContextManager:
         """Returns the context of calls of :meth:`send`, whose copies run after the current stream's work and before

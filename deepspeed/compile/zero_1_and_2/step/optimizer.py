@@ -16,15 +16,15 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..engine.state import EngineState
 from ..gradient.registered import registered_parameters
-from ..layout import partition
+from ..parameter.runs import own_parameters
 from . import step
-from .linked_states import links_of
+from .even_order import EvenOrder, even_class
 
 # The attached optimizers whose parameters no later engine has taken over.
 attached = weakref.WeakSet()
 
 
-class StepLocalGradients(DeepSpeedZeroOptimizer):
+class StepLocalGradients(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
 
     :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
@@ -105,10 +105,11 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     def update_lp_params(self) -> None:
         gather = self._deepcompile.gather
         gather.wait_all()
+        gather.before_write()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
             # A part may have freed the master weights. Then the parameters have their new values already.
             if master.untyped_storage().nbytes() >= master.nbytes:
-                partition(self, group).copy_(master.data)
+                own_parameters(self, group).write(0, master.data)
         gather.start()
         gather.wait_all()
 
@@ -132,11 +133,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self._deepcompile.links.link_again(self)
 
     def _link_all_hp_params(self):
-        with self._deepcompile.gather.linking():
-            super()._link_all_hp_params()
+        super()._link_all_hp_params()
         # The new links lead to no states.
         self._hp_optimizer_states_linked = False
-        keep_no_graph(self)
 
     def _get_offload_gradient_dict(self):
         """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
@@ -152,7 +151,8 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
 @functools.cache
 def _with_step_local_gradients(cls, *mixins):
-    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *mixins, cls), {"plain_class": cls})
+    name = f"StepLocal{cls.__name__}"
+    return type(name, (StepLocalGradients, *mixins, even_class(cls)), {"plain_class": even_class(cls)})
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
@@ -161,7 +161,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
     mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
@@ -169,17 +168,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     deepcompile.links.link_again(optimizer)
     deepcompile.placement.drop_memory_of_base(optimizer)
     attached.add(optimizer)
-
-
-def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Detaches the views of parameters that the base keeps for ``safe_get_full_*``.
-
-    The autograd graph of these views holds the parameters' accumulation nodes. Autograd runs an accumulation node on
-    the stream on which the node was made. These nodes were made on the stream of ``deepspeed.initialize()``, but the
-    model may be trained on another stream.
-    """
-    for links in links_of(optimizer):
-        links.lp_fragment = links.lp_fragment.detach()
 
 
 def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:

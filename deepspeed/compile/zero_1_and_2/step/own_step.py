@@ -75,7 +75,7 @@ class OwnStep:
         finally:
             state = optimizer.state.pop(part, {})
         self._keep(state, group, first, last)
-        self._new[first:last].copy_(part.data)
+        self._new.write(first, part.data)
         return last
 
     def _keep(self, state, group, first, last):
@@ -130,7 +130,7 @@ class WholeStep:
                 optimizer._optimizer_step(self._group)
         finally:
             master.grad = None
-        optimizer._deepcompile.placement.new_parameters(optimizer, self._group).copy_(master.data)
+        optimizer._deepcompile.placement.new_parameters(optimizer, self._group).write(0, master.data)
         return limit
 
     def finish(self) -> None:

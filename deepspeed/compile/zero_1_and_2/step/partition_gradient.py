@@ -85,14 +85,10 @@ class PartitionGradient:
             return parts[0][1]
         return self._gather(parts, first, last)
 
-    def as_it_is(self, first: int, last: int) -> torch.Tensor:
-        """Returns the elements [first, last), 1-D, not scaled, and in their own dtype. Padding is zero.
-
-        The next call may overwrite the result.
-        """
-        if self._flat is not None:
-            return self._flat[first:last]
-        return self._gather(self._parts(first, last), first, last)
+    def as_they_are(self, first: int, last: int) -> List[Tuple[int, torch.Tensor]]:
+        """Lists (offset in the partition, 1-D elements) of the gradients in [first, last), in their own memory and
+        dtype, not scaled. What the list leaves out is padding."""
+        return self._parts(first, last) if self._flat is None else [(first, self._flat[first:last])]
 
     def _gather(self, parts, first, last):
         """Copies the parts of [first, last) together."""

@@ -40,7 +40,6 @@ class StepOfGroups:
         return Partition(
             optimizer.optimizer,
             group,
-            optimizer._deepcompile.layouts[group].first,
             self.factors[group],
             optimizer.gradient_accumulation_dtype,
             optimizer._deepcompile.placement.new_parameters(optimizer, group),

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
 
 import torch
 
+from ..parameter.runs import Runs
+
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -28,12 +30,11 @@ class Partition:
 
     optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
     index: int  # index of the parameter group, whose only parameter is the master weights of the partition
-    offset: int  # offset of the partition in the group's flat tensor, in elements
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
-    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before
+    # Where the new values of the parameters are written. The gradient may lie there too: read each element before
     # writing it.
-    new: torch.Tensor
+    new: Runs
     # Whether nobody has changed the optimizer's step(). Otherwise, no rule may step in its place.
     step_is_unpatched: bool
 

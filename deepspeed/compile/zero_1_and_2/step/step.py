@@ -68,6 +68,7 @@ def _run(optimizer):
                 pass
         return
 
+    deepcompile.gather.take_changes()
     with deepcompile.interrupted_step.changing_parameters(deepcompile.engine):
         if transform is not None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
@@ -80,6 +81,7 @@ def _run(optimizer):
                 # The caller replaced `parameter.data` (for example to swap in averaged weights): put the parameter
                 # back into the flat tensor. Do so before the update, after which a read may wait for the gather.
                 optimizer._update_model_bit16_weights(group)
+        deepcompile.gather.before_write()
         with deepcompile.placement.sending(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
