@@ -88,6 +88,7 @@ class NativeModule(Protocol):
     ) -> torch.Tensor: ...
     def leads_to_compiled_code(self) -> bool: ...
     def could_not(self, purpose: str, reason: str) -> str: ...
+    def users_of_storage(self, storage: torch.UntypedStorage) -> int: ...
 
 
 @functools.lru_cache(maxsize=1)
@@ -121,3 +122,17 @@ def reducer_module() -> NativeModule:
     torch.library.register_fake("deepcompile::reduce_grad", lambda grad, *_, **__: grad.new_empty(0))
     torch.library.register_fake("deepcompile::end_backward", lambda *_: None)
     return module
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """Counts the tensors, NumPy arrays, collectives and others that have a storage.
+
+    Callers may keep views of a parameter: memory that is given back while somebody has it is read as garbage, without
+    an error, and a view cannot wait for a parameter that is being gathered. The caller has one variable of Python with
+    the storage.
+    """
+    count, tensor = reducer_module().users_of_storage, torch.empty(0)
+    alone = tensor.untyped_storage()
+    # How often torch counts one variable, which differs by release.
+    of_variable = count(alone) - 1
+    return count(storage) - of_variable
