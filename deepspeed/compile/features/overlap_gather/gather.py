@@ -92,6 +92,8 @@ class OverlappedGather(AllGather):
         self._is_kept = self._has_said_so = False
 
     def before_step(self) -> None:
+        # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
+        self.wait_all()
         self._is_kept = self._kept.is_kept()
         if self._is_kept and not self._has_said_so:
             log_notice(KEPT)
