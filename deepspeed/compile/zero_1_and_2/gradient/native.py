@@ -38,6 +38,11 @@ class Reducer(Protocol):
     @property
     def identity(self) -> int: ...
 
+    @staticmethod
+    def some_want_to_hold() -> bool: ...
+    @staticmethod
+    def hold_on_cpu(holds: bool) -> None: ...
+
     def add_group(
         self,
         process_group: ProcessGroup,
