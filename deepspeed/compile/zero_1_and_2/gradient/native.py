@@ -38,6 +38,10 @@ class Reducer(Protocol):
     @property
     def identity(self) -> int: ...
 
+    # Of all reducers of the process.
+    def some_want_to_hold(self) -> bool: ...
+    def hold_on_cpu(self, holds: bool) -> None: ...
+
     def add_group(
         self,
         process_group: ProcessGroup,
