@@ -97,7 +97,8 @@ def _set_up(request):
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
-        agree_whether_to_hold(reducer, optimizer.bit16_groups_flat[0].device, group)
+        if optimizer.bit16_groups_flat[0].is_cpu:
+            agree_whether_to_hold(reducer, group)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
         try:
             with every_rank_raises("set the optimizer up", engine.seq_data_parallel_group):
@@ -128,14 +129,12 @@ def make_reducer(request: Request, identity: int) -> Reducer:
     )
 
 
-def agree_whether_to_hold(reducer: Reducer, device: torch.device, group: "ProcessGroup") -> None:
+def agree_whether_to_hold(reducer: Reducer, group: "ProcessGroup") -> None:
     """Makes all reducers hold buckets on a CPU if a reducer of any rank asks for it.
 
-    An earlier engine that nobody destroyed asks until Python collects it, which each rank does at another time. A rank
-    that holds a bucket may wait for the others in a backward where they wait for that bucket.
+    An engine that nobody destroyed asks until Python collects it, which each rank does at another time. A rank that
+    holds a bucket may wait, in a backward, for ranks that wait for the bucket.
     """
-    if device.type != "cpu":
-        return
     asks = torch.tensor([reducer.some_want_to_hold()], dtype=torch.int64)
     with collective("agree whether to hold gradients until a backward has run"):
         torch.distributed.all_reduce(asks, torch.distributed.ReduceOp.MAX, group)

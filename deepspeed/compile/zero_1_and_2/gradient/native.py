@@ -38,7 +38,6 @@ class Reducer(Protocol):
     @property
     def identity(self) -> int: ...
 
-    # Of all reducers of the process.
     def some_want_to_hold(self) -> bool: ...
     def hold_on_cpu(self, holds: bool) -> None: ...
 
@@ -129,14 +128,7 @@ def reducer_module() -> NativeModule:
 
 
 def users_of(storage: torch.UntypedStorage) -> int:
-    """Counts the tensors, NumPy arrays, collectives and others that have a storage.
-
-    Callers may keep views of a parameter: memory that is given back while somebody has it is read as garbage, without
-    an error, and a view cannot wait for a parameter that is being gathered. The caller has one variable of Python with
-    the storage.
-    """
-    count, tensor = reducer_module().users_of_storage, torch.empty(0)
-    alone = tensor.untyped_storage()
-    # How often torch counts one variable, which differs by release.
-    of_variable = count(alone) - 1
-    return count(storage) - of_variable
+    """Counts tensors, NumPy arrays and others that have a storage, of which the caller has one variable of Python."""
+    # How often torch counts one variable differs by release.
+    count, alone = reducer_module().users_of_storage, torch.empty(0).untyped_storage()
+    return count(storage) - count(alone)
