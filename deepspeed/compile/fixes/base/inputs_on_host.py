@@ -78,21 +78,21 @@ def brought_back(manager: "CheckpointHiddenStatesOffload", number: int) -> torch
     return tensor
 
 
-def wait_after_sending(engine: "_ActivationOffloadEngine") -> None:
+def wait_after_sending(copies: "_ActivationOffloadEngine") -> None:
     """Called when a copy to the host has started. Waits until few inputs are on their way."""
-    if engine.use_streams:
-        _wait(engine, "_sent", engine.s1.record_event(), max(_ON_THEIR_WAY, engine.max_fwd_stash_count))
+    if copies.use_streams:
+        _wait(copies, "_sent", copies.s1.record_event(), max(_ON_THEIR_WAY, copies.max_fwd_stash_count))
 
 
-def wait_before_bringing_back(engine: "_ActivationOffloadEngine") -> None:
+def wait_before_bringing_back(copies: "_ActivationOffloadEngine") -> None:
     """Called before a copy from the host starts. Waits until the device computes with the input before."""
-    if engine.use_streams:
-        _wait(engine, "_came_back", engine.compute_stream.record_event(), _ON_THEIR_WAY - 1)
+    if copies.use_streams:
+        _wait(copies, "_came_back", copies.compute_stream.record_event(), _ON_THEIR_WAY - 1)
 
 
-def _wait(engine, name, event, most):
+def _wait(copies, name, event, most):
     """Notes an event, and waits for the oldest noted one if there are more than ``most``."""
-    events = vars(engine).setdefault(name, collections.deque())
+    events = vars(copies).setdefault(name, collections.deque())
     events.append(event)
     if len(events) > most:
         events.popleft().synchronize()
