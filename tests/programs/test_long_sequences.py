@@ -208,9 +208,9 @@ def train(way, options, tiles=0):
     return left, most, values, from_graphs
 
 
-def train_off_and_on(name, options):
-    with compile_backend("eager"):
-        *left, values, from_graphs = train(WAYS[name], options)
+def train_off_and_on(name, options, backend="eager", tiles=0):
+    with compile_backend(backend):
+        *left, values, from_graphs = train(WAYS[name], options, tiles)
         *left_off, off, _ = train(WAYS[name], {})
     return left, left_off, total_error(values, off), from_graphs
 
@@ -233,6 +233,26 @@ def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options):
     for left, left_off, error, from_graphs in ranks(world_of(options)).run(train_off_and_on, name, options):
         # The backward of a layer needs one input. A layer that computes again adds it to those that never left.
         expected = [WAYS[name].on_device, WAYS[name].on_device + 1]
+        assert (left, left_off) == (expected, expected)
+        assert error < BOUND and from_graphs > 0
+
+
+@pytest.mark.slow
+@vary(
+    "name, tiles, options",
+    [
+        ("DeepSpeed-context", 0, KEPT),
+        ("DeepSpeed-context", 4, KEPT),
+        ("DeepSpeed-context", 4, SHARDED),
+        ("transformers", 4, SHARDED),
+    ],
+)
+def test_generated_code(ranks, name, tiles, options):
+    """Code that Inductor generates would reuse an input's memory that went to the host, or a tile's."""
+    expected = [WAYS[name].on_device, WAYS[name].on_device + 1]
+    for left, left_off, error, from_graphs in ranks(world_of(options)).run(
+        train_off_and_on, name, options, "inductor", tiles
+    ):
         assert (left, left_off) == (expected, expected)
         assert error < BOUND and from_graphs > 0
 
