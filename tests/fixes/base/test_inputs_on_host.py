@@ -52,6 +52,18 @@ def test_memory_of_the_host_is_reused():
         assert manager._tracker[sent(manager, torch.ones(4)).tensor_id][0] is host
 
 
+def test_the_last_input_goes_when_its_layer_is_done():
+    """The last layer's input, which never left, would stay on the device through the whole backward."""
+    manager = made(keep_last_count=1)
+    with manager:
+        first, last = (sent(manager, torch.ones(4)) for _ in range(2))
+        assert [*manager._keep_last] == [last.tensor_id]
+        manager._unpack_tensor(last)
+        del last
+        manager._unpack_tensor(first)
+        assert not manager._keep_last
+
+
 def test_numbers_of_another_context():
     """An input of this context would be forgotten when a handle of the context before, of the same number, is."""
     manager = made(keep_last_count=0)

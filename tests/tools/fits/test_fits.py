@@ -376,6 +376,19 @@ def test_a_value_of_many_reads_has_memory():
     assert life[-1].most >= inputs[0].nbytes
 
 
+def test_a_value_that_its_own_kernel_reads_has_no_memory():
+    """What both gradients of an activation are made of would be counted, in fp32 as much as they are together."""
+
+    def function(*inputs):
+        a, b, c, d, e = inputs
+        made = a * b + c * d + e
+        return [made.sin(), made * made]
+
+    inputs = [torch.empty(64, 64) for _ in range(5)]
+    life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
+    assert life[-1].most == 2 * inputs[0].nbytes
+
+
 def test_fsdp2_holds_what_its_units_need():
     """A unit larger than the last one would not be counted, nor the padding of a parameter's first dimension."""
     assert fsdp2.share_of((5, 3), 4) == 6 and fsdp2.share_of((), 4) == 1

@@ -37,7 +37,7 @@ def forget_when_dropped(manager: "CheckpointHiddenStatesOffload", handle: Any) -
 
 
 def reuse_memory(manager: "CheckpointHiddenStatesOffload") -> None:
-    """Called before an input goes to the host. Gives back the memory of inputs that autograd has dropped."""
+    """Called before an input goes to the host or comes back. Gives back the memory of inputs that autograd dropped."""
     dropped = vars(manager).get("_dropped", ())
     while dropped:
         stats, number = dropped.popleft()
@@ -53,6 +53,7 @@ def reuse_memory(manager: "CheckpointHiddenStatesOffload") -> None:
 
 def brought_back(manager: "CheckpointHiddenStatesOffload", number: int) -> torch.Tensor:
     """Returns the input of this number on its device. The copy on the host stays, for another backward."""
+    reuse_memory(manager)
     tensor = manager._keep_last.get(number)
     if tensor is not None:
         manager.stats.kept_last_tensors += 1

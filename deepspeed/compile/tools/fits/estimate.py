@@ -24,6 +24,7 @@ from ...features.update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
+from .long_sequences import Pieces, Unsuitable
 from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
 
 GIB = 2**30
@@ -61,6 +62,7 @@ class Row(NamedTuple):
     phase: str
     rank: int  # the rank with the highest peak
     parts: Dict[str, int]  # the parts of the peak: name -> bytes
+    on_host: int = 0  # bytes of the host's memory for inputs of checkpointed layers
 
 
 class Answer(NamedTuple):
@@ -160,7 +162,8 @@ class Subject:
         self._say = say
         self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
         self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
-        self._runs = {by_blocks: Run(model, self.of(by_blocks), say) for by_blocks in (False, True)}
+        pieces = Pieces(question.inputs_on_host, question.mlp_tiles, question.loss_tiles)
+        self._runs = {by_blocks: Run(model, self.of(by_blocks), say, pieces) for by_blocks in (False, True)}
         named = dict(self.model.named_parameters())
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.names = list(self.trained)
@@ -200,6 +203,8 @@ class Subject:
                 batch = make_batch(question.micro_batch or 1, question.sequence or 1)
                 self._say(f"estimating activations: {mode.name}")
                 self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+        except Unsuitable:
+            raise
         except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
             if _is_own(error):
                 raise
@@ -495,7 +500,7 @@ def _of_fork(subject, mode, activations, question, rank):
     forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
-    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, rank, parts)
+    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, rank, parts, activations.on_host)
 
 
 def _of_fsdp2(subject, mode, activations, question):
