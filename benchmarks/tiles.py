@@ -57,46 +57,46 @@ def tile_loss(model: torch.nn.Module, tiles: int, by_deepspeed: bool) -> None:
         def forward(self, input_ids, labels):
             hidden = self.model(input_ids=input_ids).last_hidden_state
             targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
-            total = (_by_deepspeed if by_deepspeed else _checkpointed)(hidden, targets, self.lm_head.weight, tiles)
+            total = (_by_deepspeed if by_deepspeed else _checkpointed)(hidden, targets, self.lm_head, tiles)
             return CausalLMOutput(loss=total / (targets != IGNORED).sum())
 
     model.__class__ = Tiled
 
 
-def _loss_of_tile(x, y, weight):
+def _sum_of_losses(logits, targets):
     """Returns the sum of the losses of a tile, a tensor [].
 
     Args:
-        x: what the head gets, [sequences, tokens, width].
-        y: the token that follows each, int64 [sequences, tokens].
-        weight: of the head, [vocabulary, width].
+        logits: [sequences, tokens, vocabulary].
+        targets: the token that follows each, int64 [sequences, tokens].
     """
-    logits = linear(x, weight).flatten(0, 1).float()
-    return cross_entropy(logits, y.flatten(), ignore_index=IGNORED, reduction="sum")
+    logits = logits.flatten(0, 1).float()
+    return cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
 
 @functools.cache
 def _compiled():
-    return torch.compile(_loss_of_tile, dynamic=False)
+    return torch.compile(lambda x, y, weight: _sum_of_losses(linear(x, weight), y), dynamic=False)
 
 
-def _checkpointed(hidden, targets, weight, tiles):
+def _checkpointed(hidden, targets, head, tiles):
     parts = zip(hidden.chunk(tiles, 1), targets.chunk(tiles, 1))
-    return sum(checkpoint(_compiled(), x, y, weight, use_reentrant=False) for x, y in parts)
+    # FSDP2 would gather the head again with each of its calls.
+    return sum(checkpoint(_compiled(), x, y, head.weight, use_reentrant=False) for x, y in parts)
 
 
 @torch.compiler.disable(reason="its backward runs other backwards")
-def _by_deepspeed(hidden, targets, weight, tiles):
+def _by_deepspeed(hidden, targets, head, tiles):
     from deepspeed.runtime.sequence_parallel.ulysses_sp import sequence_tiled_compute
 
     return sequence_tiled_compute(
-        functools.partial(_loss_of_tile, weight=weight),
+        lambda x, y: _sum_of_losses(head(x), y),
         hidden.shape[1],
         tiles,
         {"x": hidden, "y": targets},
         {},
         "x",
-        [weight],
+        list(head.parameters()),
         output_unshard_dimension=0,
         output_reduction="sum",
     )

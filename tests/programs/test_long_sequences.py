@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.activation_checkpointing import checkpointing, offload_activations
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary
@@ -79,6 +79,30 @@ class Net(nn.Module):
 
     def forward(self, ids):
         return nn.functional.cross_entropy(self.lm_head(self.body(ids)).flatten(0, 1), ids.flatten())
+
+
+class LossInTiles(Net):
+    """As docs/recipes/long_sequences.md has it."""
+
+    def forward(self, ids):
+        return self.loss(self.body(ids), ids) / ids.numel()
+
+    def of_tile(self, x, y):
+        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+    @torch.compiler.disable
+    def loss(self, hidden, labels):
+        return sequence_tiled_compute(
+            self.of_tile,
+            hidden.shape[1],
+            4,
+            {"x": hidden, "y": labels},
+            {},
+            "x",
+            [*self.lm_head.parameters()],
+            output_unshard_dimension=0,
+            output_reduction="sum",
+        )
 
 
 def world_of(options):
@@ -173,12 +197,12 @@ WAYS = {
 }
 
 
-def train(way, options, tiles=0):
+def train(way, options, tiles=0, kind=Net):
     """Returns how many inputs of blocks the last forward left, the most of them that a backward had at a time, the
     parameters, and how many gradients graphs gave."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, inputs, most = Net(tiles).to(device()).train(), [], 0
+    model, inputs, most = kind(tiles).to(device()).train(), [], 0
 
     def recorded(function, x):
         def run(x):
@@ -271,3 +295,24 @@ def test_tiles_of_mlps(ranks, options):
     for error, from_graphs, breaks in ranks(world_of(options)).run(train_tiled, options):
         assert error < BOUND and from_graphs > 0
         assert not any("UntypedStorage" in text for text in breaks), breaks
+
+
+def train_with_loss_in_tiles(options, backend):
+    with compile_backend(backend):
+        *_, values, from_graphs = train(None, options, kind=LossInTiles)
+        *_, off, _ = train(None, {})
+    return total_error(values, off), from_graphs
+
+
+@vary(
+    "options, backend",
+    [
+        (KEPT, "eager"),
+        pytest.param(SHARDED, "eager", marks=SLOW),
+        pytest.param(SHARDED, "inductor", marks=SLOW),
+    ],
+)
+def test_loss_in_tiles(ranks, options, backend):
+    """Only the last tile's gradient of the head would be reduced, or that of the layers would be lost."""
+    for error, from_graphs in ranks(world_of(options)).run(train_with_loss_in_tiles, options, backend):
+        assert error < BOUND and from_graphs > 0
