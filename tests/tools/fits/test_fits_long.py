@@ -140,6 +140,12 @@ def test_loss_in_tiles():
     assert arrived["head.weight"] == 1
 
 
+def test_what_the_allocator_reserves():
+    """With tiles a mode would be said to fit that leaves less than was reserved where they were measured."""
+    plain, tiled = (fits(Model, sequence=TOKENS, modes=[Mode("")], **asked) for asked in ({}, {"mlp_tiles": 8}))
+    assert tiled.reserved(Mode("")) > plain.reserved(Mode(""))
+
+
 class Without(Layer):
     def __init__(self):
         super().__init__()

@@ -82,8 +82,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     notes.append(
         f"Off the {asked.memory:g} GB, which a GPU shows as GiB, go {left_out} (measured on 1 and 2 H200s). Beyond "
-        f"the peak torch reserved up to {RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%}: "
-        'what leaves less is "tight".'
+        f"the peak torch reserved up to {answer.reserved(shown.mode):.0%} of it, and of FSDP2's "
+        f'{RESERVED["fsdp2"]:.0%}: what leaves less is "tight".'
     )
     if not shows_all:
         notes.append("--all prints every mode, with the lines to write for each.")
