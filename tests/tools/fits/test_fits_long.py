@@ -152,15 +152,24 @@ class Without(Layer):
         self.mlp = nn.Linear(WIDTH, WIDTH)
 
 
+class Twice(Layer):
+    def forward(self, x):
+        return self.mlp(super().forward(x))
+
+
 class NoHead(Model):
     def get_output_embeddings(self):
         return None
 
 
+@pytest.mark.follows("; ask without tiles of MLPs")
+@pytest.mark.follows("and not one; ask without tiles of MLPs")
+@pytest.mark.follows("; ask without tiles of the loss")
 @pytest.mark.parametrize(
     "make_model, asked, sentence",
     [
         (lambda: Model(Without), {"mlp_tiles": 2}, "Without has 0 modules whose class is named ...MLP"),
+        (lambda: Model(Twice), {"mlp_tiles": 2}, "a block calls its SomeMLP 2 times"),
         (NoHead, {"loss_tiles": 2}, "NoHead has no get_output_embeddings"),
     ],
 )

@@ -122,7 +122,7 @@ def split_at(
     with without_hooks(), patch.object(mlp, "forward", note), recorder:
         results = [recorder.node_of(result) for result in function(*parameters, *given)]
     if len(calls) != 1:
-        raise Unsuitable(f"a block calls its {type(mlp).__name__} {len(calls)} times; leave mlp_tiles out")
+        raise Unsuitable(f"a block calls its {type(mlp).__name__} {len(calls)} times; ask without tiles of MLPs")
     before, x, y = calls[0]
     inputs = recorder.graph.find_nodes(op="placeholder")[: len(parameters) + len(given)]
     behind = [node for node in _without_inputs(recorder.graph) if node not in before]
