@@ -172,6 +172,11 @@ def describe(result: Result) -> str:
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
     kept = ", every layer checkpointed" if run["checkpoint"] else ", no checkpointing"
+    if run.get("inputs_on_host"):
+        kept += f", inputs on the host by {run['inputs_on_host']}"
+    for name in ("mlp", "loss"):
+        if run.get(f"{name}_tiles"):
+            kept += f", {name} in {run[f'{name}_tiles']} tiles"
     if run.get("activation_budget") is not None:
         kept += f", activation budget {run['activation_budget']:g}"
     if run.get("float8"):

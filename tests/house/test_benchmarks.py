@@ -151,6 +151,31 @@ def test_tokens_a_second_and_mfu(package):
         assert "| MFU" not in table and "No MFU: the peak of" in table
 
 
+@pytest.mark.parametrize("tiny", [True, False])
+def test_rows_of_long_sequences(package, monkeypatch, tiny):
+    """A row would fail on the GPU for an argument that is refused, or be cut into other tiles than the table says."""
+    lengths, settings = package("lengths"), package("settings")
+    monkeypatch.setenv("RANK", "0")
+    for row in lengths.ROWS:
+        monkeypatch.setattr(sys, "argv", ["measure", *row.all_arguments(tiny)])
+        given = settings.parse_command_line("").settings
+        tiles = row.seq // lengths.TILE
+        assert (given.mlp_tiles, given.loss_tiles) == (tiles if row.mlp else None, tiles if row.loss else None)
+        assert given.brief and given.checkpoint and given.inputs_on_host and given.layers == row.layers
+
+
+def test_a_table_of_long_sequences(package):
+    """A row that failed would take the others with it, or systems would be compared that trained other lengths."""
+    lengths = package("lengths")
+    others, fork, *_ = lengths.ROWS
+    longer = next(row for row in lengths.ROWS if row.seq > fork.seq)
+    slower = result_of() | {"step_s": 1.0}
+    no = package("results").no_result("not run, 3 s were left")
+    lines = lengths.table({others: slower, fork: result_of(), longer: no}).splitlines()
+    assert "| 131072 | 6 | fork, tiles | not run, 3 s were left |" in lines[4]
+    assert lines[-1] == "| 32768 | 8 | fork / FSDP2 | 0.500 | 1.000 |"
+
+
 def test_a_line_for_each_run(package):
     """Losses would be compared of runs that train something else."""
     other, apart = result_of(seq=64), result_of(remainders=True)
