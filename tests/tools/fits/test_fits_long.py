@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compile.tools.fits import estimate, fits, long_sequences
+from deepspeed.compile.tools.fits import estimate, fits
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -93,7 +93,8 @@ def highest(moments):
 def test_inputs_on_the_host():
     """Inputs would count on the device, or come back all at once, or the host's memory would not count."""
     here, away = (found(checkpoint=True, inputs_on_host=on_host) for on_host in (False, True))
-    gone = (LAYERS - long_sequences.LEFT_ON_DEVICE) * INPUT
+    # Two stay, as an H200 has shown: its peak of a forward is in docs/results/tables.md.
+    gone = (LAYERS - 2) * INPUT
     assert here.forward[-1].after - away.forward[-1].after == gone
     assert highest(here.forward) - highest(away.forward) == gone
     # A layer computes with one that came back.
