@@ -163,6 +163,21 @@ class NoHead(Model):
         return None
 
 
+class CallsLayers(Model):
+    """As nanoGPT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.embedding = self.body.layers, self.body.embedding
+        del self.body
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 @pytest.mark.follows("; ask without tiles of MLPs")
 @pytest.mark.follows("and not one; ask without tiles of MLPs")
 @pytest.mark.follows("; ask without tiles of the loss")
@@ -171,6 +186,8 @@ class NoHead(Model):
     [
         (lambda: Model(Without), {"mlp_tiles": 2}, "Without has 0 modules whose class is named ...MLP"),
         (lambda: Model(Twice), {"mlp_tiles": 2}, "a block calls its SomeMLP 2 times"),
+        (CallsLayers, {"mlp_tiles": 2}, "the model is one graph"),
+        (CallsLayers, {"loss_tiles": 2}, "CallsLayers has no get_output_embeddings"),
         (NoHead, {"loss_tiles": 2}, "NoHead has no get_output_embeddings"),
     ],
 )

@@ -27,7 +27,7 @@ from ...features.blocks.parameters import modules_outside
 from .graphs import trace
 from .head import Form, form_of, with_form
 from .liveness import bytes_of
-from .long_sequences import InputsOnHost, Pieces, in_tiles, loss_in_tiles, mlp_of, split_at
+from .long_sequences import InputsOnHost, Pieces, Unsuitable, in_tiles, loss_in_tiles, mlp_of, split_at
 
 
 class Moment(NamedTuple):
@@ -188,6 +188,8 @@ class Run:
             own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
         """
         self._budget = budget
+        if self._pieces.mlp_tiles and not self.blocks:
+            raise Unsuitable("the model is one graph, which tiles would cut apart; ask without tiles of MLPs")
         model, memory = self._model, Memory()
         self._memory = memory
         self._on_host = InputsOnHost()
@@ -289,6 +291,7 @@ class Run:
         loss."""
         model = self._model
         parents = parents_of(model, self.blocks)
+        calls_blocks = any(parent is model for parent in parents)
         outputs: List[Any] = []
         if parents:
             with contextlib.ExitStack() as stack, contextlib.suppress(_Enough):
@@ -296,13 +299,15 @@ class Run:
                     noted = _noted(parent.forward, outputs, len(parents))
                     stack.enter_context(patch.object(parent, "forward", noted))
                 model(**batch)
-            if any(parent is model for parent in parents):
+            if calls_blocks and not self._pieces.loss_tiles:
                 # All code around the blocks runs uncompiled.
                 return loss_of(outputs.pop())
         if self._pieces.loss_tiles:
             # The user's code calls what calls the blocks, and computes head and loss of what this returns.
-            hidden = next((leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)), None)
+            leaves = [] if calls_blocks else pytree.tree_leaves(outputs)
+            hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
             outputs.clear()
+            del leaves
             return loss_in_tiles(model, hidden, self._pieces.loss_tiles)
         held = _held(modules_outside(model, self.blocks), recurse=False)
         tensors, _, outputs_and_batch_of = _split((outputs, batch))
