@@ -201,6 +201,9 @@ def test_a_loss_is_in_chunks_only_where_training_has_chunks(monkeypatch):
     whole, chunked = (activations_of(WithLoss, chunked_loss=wanted) for wanted in (False, True))
     logits = 4 * 2 * TOKENS * MANY
     assert highest(whole) - highest(chunked) >= logits // 2
+    # Behind the last chunk there are the gradients of the head and of its input, the latter as a sum and as a copy.
+    gradients = 4 * WIDTH * (MANY + 2 * 2 * TOKENS)
+    assert highest(chunked) >= chunked.forward[-1].after + gradients
     smoothed = {highest(activations_of(Smoothed, chunked_loss=wanted)) for wanted in (False, True)}
     assert len(smoothed) == 1
 
@@ -374,6 +377,19 @@ def test_a_value_of_many_reads_has_memory():
     inputs = [torch.empty(64, 64) for _ in range(5)]
     life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
     assert life[-1].most >= inputs[0].nbytes
+
+
+def test_a_value_that_its_own_kernel_reads_has_no_memory():
+    """What both gradients of an activation are made of would be counted, in fp32 as much as they are together."""
+
+    def function(*inputs):
+        a, b, c, d, e = inputs
+        made = a * b + c * d + e
+        return [made.sin(), made * made]
+
+    inputs = [torch.empty(64, 64) for _ in range(5)]
+    life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
+    assert life[-1].most == 2 * inputs[0].nbytes
 
 
 def test_fsdp2_holds_what_its_units_need():
@@ -665,7 +681,7 @@ def test_a_model_of_transformers(capsys, tmp_path, lora):
 
 
 @pytest.mark.slow
-@vary("word", ["0.6b, 4096, 8", "0.6b 14 layers", "8b, 4096, 2 GPUs"])
+@vary("word", ["0.6b, 4096, 8", "0.6b 14 layers", "8b, 4096, 2 GPUs", "inputs_on_host"])
 def test_what_was_measured(package, word):
     """What is estimated would be far from what GPUs hold: more than 3 % above, or more than 1 % below."""
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
