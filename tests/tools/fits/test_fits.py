@@ -667,7 +667,7 @@ def test_a_model_of_transformers(capsys, tmp_path, lora):
     pytest.importorskip("transformers", reason="a config.json needs transformers: requirements/benchmarks.txt")
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     adapters = ("--lora", lora) if lora else ()
-    printed = run(capsys, "--model", tmp_path / "config.json", "--gpus", 2, "--sequence", 128, *adapters)
+    printed = run(capsys, "--model", tmp_path / "config.json", "--gpus", 2, "--sequence", 128, "--all", *adapters)
     assert "(Qwen3ForCausalLM)" in printed and "could not be traced" not in printed
     assert ('"shard_parameters": "frozen"' in printed) == bool(lora)
     make_model = sources.named(str(tmp_path))
