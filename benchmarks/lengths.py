@@ -4,7 +4,7 @@
 
 From the root of the repository::
 
-    python -m benchmarks.lengths --out OUT           eight minutes on an H200
+    python -m benchmarks.lengths --out OUT           eight minutes on an H200; all rows with --seconds 720
     python -m benchmarks.lengths --tiny --out OUT    the same rows, small, on a CPU
 
 All rows checkpoint every layer of a Qwen3-8B, and keep the layers' inputs on the host. "Off" and "fork, tiles" also
@@ -136,6 +136,11 @@ def table(found: dict[Row, Result | NoResult]) -> str:
     return "\n".join(lines)
 
 
+def _require(is_built):
+    if not is_built:
+        sys.exit("The fork's native code could not be built; OUT/lengths.log says why")
+
+
 def main() -> int:
     """Measures, and prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.lengths", description=__doc__.splitlines()[0])
@@ -161,14 +166,14 @@ def main() -> int:
             if options.only and number not in options.only:
                 continue
             if row.name != "FSDP2":
-                building.wait()
+                _require(building.wait() == 0)
             left = options.seconds - (time.monotonic() - began)
             if left < row.seconds and not options.tiny:
                 found[row] = no_result(f"not run, {left:.0f} s were left")
                 continue
             started = time.monotonic()
             of_row = caches / "row.log"
-            # Twice the estimate, but never what the last rows need.
+            # A row that hangs takes twice its estimate at most.
             limit = max(2 * row.seconds, 120) if options.tiny else min(2 * row.seconds, left)
             result = processes.run(
                 row.all_arguments(options.tiny), gpus, 1, None, caches / "compiled", extensions, limit, of_row, False

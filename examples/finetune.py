@@ -39,7 +39,8 @@ parser.add_argument("--lr", type=float, default=1e-4)
 parser.add_argument("--off", action="store_true", help="train without DeepCompile, to compare")
 parser.add_argument("--checkpoint", action="store_true", help="compute each layer again in the backward")
 parser.add_argument("--inputs-on-host", action="store_true", help="keep inputs of checkpointed layers on the host")
-parser.add_argument("--tiles", type=int, help="cut the tokens of MLPs and of the loss into so many tiles")
+parser.add_argument("--loss-tiles", type=int, metavar="N", help="cut the tokens of head and loss into N tiles")
+parser.add_argument("--mlp-tiles", type=int, metavar="N", help="cut the tokens of each MLP into N tiles")
 parser.add_argument("--budget", type=float, help="the part of its activations that a graph keeps, from 0 to 1")
 parser.add_argument("--shard", action="store_true", help="keep a part of the parameters on each GPU")
 parser.add_argument("--remainders", action="store_true", help="keep 16 bits of each master weight")
@@ -52,6 +53,8 @@ parser.add_argument("--universal", action="store_true", help="resume from a univ
 parser.add_argument("--export", action="store_true", help="write the trained model for from_pretrained()")
 parser.add_argument("--local_rank", type=int)  # given by the launcher
 args = parser.parse_args()
+if args.inputs_on_host and not args.checkpoint:
+    parser.error("--inputs-on-host goes with --checkpoint")
 if args.tiny:
     from tiny import tiny_model
 
@@ -97,11 +100,14 @@ else:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
 if args.checkpoint:
     model.gradient_checkpointing_enable()
-if args.tiles:
+if args.loss_tiles or args.mlp_tiles:
     from tiles import loss_in_tiles, mlps_in_tiles
 
-    mlps_in_tiles(model, args.tiles)
-    loss_in_tiles(model, args.tiles)
+    # The loss first: it is compared with the model's own, on a few tokens.
+    if args.loss_tiles:
+        loss_in_tiles(model, args.loss_tiles)
+    if args.mlp_tiles:
+        mlps_in_tiles(model, args.mlp_tiles)
 on_host = CheckpointHiddenStatesOffload() if args.inputs_on_host else contextlib.nullcontext()
 
 

@@ -80,15 +80,25 @@ def brought_back(manager: "CheckpointHiddenStatesOffload", number: int) -> torch
 
 
 def wait_after_sending(copies: "_ActivationOffloadEngine") -> None:
-    """Called when a copy to the host has started. Waits until few inputs are on their way."""
-    if copies.use_streams:
+    """Called when a copy to the host has started. Waits until few inputs are on their way.
+
+    Only where a layer sends one tensor: DeepSpeed's ``cpu_checkpointing`` sends each argument of a layer.
+    """
+    if copies.use_streams and _counts_layers(copies):
         _wait(copies, "_sent", copies.s1.record_event(), max(_ON_THEIR_WAY, copies.max_fwd_stash_count))
 
 
 def wait_before_bringing_back(copies: "_ActivationOffloadEngine") -> None:
-    """Called before a copy from the host starts. Waits until the device computes with the input before."""
-    if copies.use_streams:
+    """Called before a copy from the host starts. Waits until the device uses the input that came before."""
+    if copies.use_streams and _counts_layers(copies):
         _wait(copies, "_came_back", copies.compute_stream.record_event(), _ON_THEIR_WAY - 1)
+
+
+def _counts_layers(copies):
+    # Here, because that module imports this one.
+    from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+    return isinstance(copies, CheckpointHiddenStatesOffload)
 
 
 def _wait(copies, name, event, most):
