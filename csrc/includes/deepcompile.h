@@ -388,8 +388,8 @@ private:
 
 /// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
 ///
-/// If an engine of any rank has `hold_on_cpu`, full buckets of all engines wait for the end of the backward, which may
-/// run through several engines; see Reducer::hold_on_cpu(). On a CPU a rank that sends a bucket waits for the other
+/// If an engine of any rank had `hold_on_cpu` when the last engine was set up, full buckets of all engines wait for the
+/// end of the backward, which may run through several engines; see Reducer::hold_on_cpu(). On a CPU a rank that sends a bucket waits for the other
 /// ranks. If these wait meanwhile for this rank in another process group, for which the backward has not come far
 /// enough, no rank goes on. Which gradients are in which bucket does not depend on that.
 class BucketQueue {
