@@ -70,7 +70,8 @@ def loss_in_tiles(model, tiles):
     with torch.no_grad():
         in_tiles = model(input_ids=ids, labels=ids).loss
     model.train(is_training)
-    if not torch.allclose(own.float(), in_tiles.float(), rtol=0.02):
+    # With --shard the first rank alone has the model's values.
+    if not own.is_meta and not torch.allclose(own.float(), in_tiles.float(), rtol=0.02):
         raise ValueError(
             f"the loss in tiles, {in_tiles:.4f}, is not the model's own, {own:.4f}; train without tiles of it"
         )
