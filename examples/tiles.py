@@ -9,6 +9,9 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 
+# With these in its configuration a model's loss is not the cross-entropy of the head's output.
+OTHER_LOSSES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_router_logits")
+
 
 def mlps_in_tiles(model, tiles):
     """Gives the MLPs of a model of transformers a forward in tiles. The backward computes each tile again."""
@@ -35,6 +38,11 @@ def loss_in_tiles(model, tiles):
     The loss is the cross-entropy of the head's logits. A model whose own loss is another one, with logits that are
     capped or a router's loss, is refused.
     """
+    others = [name for name in OTHER_LOSSES if getattr(model.config, name, None) not in (None, False, 1)]
+    if others:
+        raise ValueError(
+            f"the model's loss depends on its {others[0]}, which a loss in tiles leaves out; train without"
+        )
     ids = torch.arange(2 * tiles, device=model.device).view(1, -1) % model.config.vocab_size
     is_training = model.training
     model.eval()

@@ -7,6 +7,8 @@ On a CPU the host has no other memory, so "on the host" is a copy here, and the 
 
 import contextlib
 import dataclasses
+import runpy
+from pathlib import Path
 from typing import Callable, ContextManager
 from unittest import mock
 
@@ -25,6 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from support.ids import vary
 from support.training import BOUND, batch, compile_backend, device, engine_by_configuration, total_error
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 layers = pytest.importorskip("transformers.modeling_layers", reason="pip install -r requirements/front_doors.txt")
 
 SLOW = pytest.mark.slow
@@ -316,3 +319,20 @@ def test_loss_in_tiles(ranks, options, backend):
     """Only the last tile's gradient of the head would be reduced, or that of the layers would be lost."""
     for error, from_graphs in ranks(world_of(options)).run(train_with_loss_in_tiles, options, backend):
         assert error < BOUND and from_graphs > 0
+
+
+def test_the_example_replaces_no_other_loss():
+    """A model whose logits are capped would train on another loss, and tiles that are unequal lose gradients."""
+    transformers = pytest.importorskip("transformers")
+    tiles = runpy.run_path(str(EXAMPLES / "tiles.py"))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        tiles["loss_in_tiles"](capped, 4)
+    model, ids = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)), torch.arange(8).view(1, -1)
+    own = model(input_ids=ids, labels=ids).loss
+    tiles["loss_in_tiles"](model, 4)
+    assert torch.allclose(model(input_ids=ids, labels=ids).loss, own)
+    with pytest.raises(ValueError, match="7 tokens cannot be cut into 4 equal tiles"):
+        model(input_ids=ids[:, :7], labels=ids[:, :7])

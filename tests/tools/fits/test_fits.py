@@ -22,6 +22,7 @@ from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary
+from support.models import Stack
 from support.training import Case, batch, build, device, make_engine
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, MANY = 64, 48, 3, 80, 1024
@@ -37,25 +38,12 @@ class Block(nn.Module):
         return x + self.down(self.up(x).tanh())
 
 
-class Body(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Small(nn.Module):
     """As models of transformers are built, of operators of which a compiler keeps what autograd keeps."""
 
     def __init__(self):
         super().__init__()
-        self.body, self.head = Body(), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.body, self.head = Stack(Block, LAYERS, WIDTH, VOCABULARY), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, ids):
         return self.head(self.body(ids)).square().mean()

@@ -12,6 +12,8 @@ from deepspeed.compile.tools.fits import estimate, fits
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
+from support.models import Stack
+
 WIDTH, WIDER, TOKENS, LAYERS, VOCABULARY = 32, 256, 64, 6, 4096
 INPUT = 4 * TOKENS * WIDTH
 
@@ -46,23 +48,10 @@ class TiledLayer(Layer):
     kind = RealTiles
 
 
-class Body(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(kind() for _ in range(LAYERS))
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 class Model(nn.Module):
     def __init__(self, kind=Layer):
         super().__init__()
-        self.body, self.head = Body(kind), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.body, self.head = Stack(kind, LAYERS, WIDTH, VOCABULARY), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def get_output_embeddings(self):
         return self.head

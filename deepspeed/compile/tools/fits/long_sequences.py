@@ -108,6 +108,7 @@ def split_at(
     given = [torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
     recorder = Recorder((*parameters, *given))
     calls = []  # of each call: the nodes before it, and those of the MLP's input and output
+    kept: List[torch.Tensor] = []  # a tensor's node is found by its id
 
     def note(x):
         before = _without_inputs(recorder.graph)
@@ -118,7 +119,6 @@ def split_at(
         kept.append(y)
         return y
 
-    kept: List[torch.Tensor] = []  # a tensor's node is found by its id
     with without_hooks(), patch.object(mlp, "forward", note), recorder:
         results = [recorder.node_of(result) for result in function(*parameters, *given)]
     if len(calls) != 1:
