@@ -316,7 +316,7 @@ def compare_turning():
 
 def test_a_parameter_taken_for_complex_numbers(ranks):
     """A backward would view all that a rank owns as complex numbers, which may begin at an odd place."""
-    results = ranks(2).run(compare_turning)
+    results = ranks(2).run(compare_turning, timeout=100)
     assert all(equal == [True, True, True] for equal, _ in results) and any(is_between for _, is_between in results)
 
 
