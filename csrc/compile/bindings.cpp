@@ -124,6 +124,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     }
     m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
+    // No public function of torch in Python tells how many tensors, NumPy arrays and others have a storage.
+    m.def("users_of_storage", [](const at::Storage& storage) { return storage.use_count(); });
 
     using deepcompile::HandedOver;
     py::class_<HandedOver, std::shared_ptr<HandedOver>>(m, "HandedOver")

@@ -20,8 +20,10 @@ from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, partition
+from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .arriving import Arrival, can_be_marked, mark, unmark
+from .kept_memory import KeptMemory
 from .runs import Run, runs
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 # The most owners of a unit on average. NCCL runs as many broadcasts at once as it has channels, usually 16, and a few
 # units have far more owners than the average.
 OWNERS_OF_A_UNIT = 12
+KEPT = (
+    "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
+    "keep the parameters instead"
+)
 
 
 def broadcasts_pay(units: List[List[Run]]) -> bool:
@@ -81,6 +87,18 @@ class OverlappedGather(AllGather):
         self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
+        self._kept = KeptMemory(optimizer)
+        # Whether somebody could read parameters of the current step without waiting, and whether the user knows.
+        self._is_kept = self._has_said_so = False
+
+    def before_step(self) -> None:
+        # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
+        self.wait_all()
+        before, self._is_kept = self._is_kept, self._kept.is_kept()
+        # Not at the first time: what the first step has compiled may keep memory until Python collects it.
+        if before and self._is_kept and not self._has_said_so:
+            log_notice(KEPT, dist.get_rank())
+            self._has_said_so = True
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Returns where the first unit lies in this rank's partition of a parameter group: [first, last) in elements.
@@ -123,7 +141,7 @@ class OverlappedGather(AllGather):
                 # Each unit waits for the same collectives.
                 for index in range(len(self._runs)):
                     self._note_sent(index, list(works))
-        self.wait(self._not_overlapped)
+        self.wait(sorted(self._works) if self._is_kept else self._not_overlapped)
 
     def _note_sent(self, unit, works):
         if not works:
