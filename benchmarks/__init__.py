@@ -13,6 +13,7 @@ Commands, from the root of the repository::
     python -m benchmarks.packages             times steps with other packages' kernels, adapters and quantized weights
     deepspeed --module benchmarks.collectives times the collectives of a step
     torchrun -m benchmarks.copy_engines       times matrix products while a unit moves by NCCL or by copy engines
+    python -m benchmarks.lengths              measures long sequences on one GPU, in several systems
     deepspeed --module benchmarks.exchanges   times steps with experts or sequences that lie on several ranks
     python -m benchmarks.idle TRACE           says where a traced step idles, and what communication slows
     python -m benchmarks.scale                computes what communication costs a step on many ranks
@@ -21,6 +22,7 @@ The files, each of which imports only from those below it:
 
 ==============  ========================================================================================
 compare.py      the command: which systems in which cases; writes the results
+lengths.py      the command that measures long sequences: which systems, at which lengths
 processes.py    starts the rank processes of one run under DeepSpeed's launcher, and ends them
 pictures.py     draws memory through one step, and losses
 host.py         the command that times the parts of a step on the host
@@ -37,6 +39,7 @@ tables.py       tables of one result and of several side by side, and the comman
 results.py      what a result holds, and how to read figures from it
 steps.py        the training steps of a rank: to take their times, to read memory, to profile
 systems.py      how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
+tiles.py        inputs of layers on the host, MLPs and losses in tiles
 settings.py     the settings of one run, and their command line
 workload.py     the model and the batches
 flops.py        the floating-point operations of a step, and the peaks of devices

@@ -28,6 +28,8 @@ GIB = 2**30
 # In GiB: what a buffer of cuBLAS or a small copy takes. A figure that is so close counts as met.
 NOISE = 0.07
 PERFORMANCE, PEOPLE, SCALE = "tables.md", "packages.md", "scale.md"
+# What `python -m benchmarks.lengths` trains in this fork: the fields of its question.
+ON_HOST = {"inputs_on_host": True}
 # Measured beside the row of the fork in tables.md, on 2 H200s, 2026-11-26.
 RESHARDED = "2 H200s, 2026-11-26"
 # `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
@@ -45,6 +47,7 @@ class Measured(NamedTuple):
         figures: of the phases "forward", "backward", "step", "peak", and "at_rest".
         layers, seq, micro_batch, accumulation, lora: as benchmarks.measure has them; layers 0: all of the shape.
         mode: what differs from ``Mode``'s defaults.
+        pieces: what else differs from ``Question``'s.
     """
 
     page: str
@@ -57,11 +60,12 @@ class Measured(NamedTuple):
     accumulation: int = 1
     lora: int | None = None
     mode: dict = {}
+    pieces: dict = {}
 
     @property
     def line(self) -> str:
         layers = f" {self.layers} layers" if self.layers else ""
-        others = [f"{name}={value}" for name, value in self.mode.items()]
+        others = [f"{name}={value}" for name, value in (self.mode | self.pieces).items()]
         others += [f"lora={self.lora}"] if self.lora else []
         others += [f"accumulation={self.accumulation}"] if self.accumulation > 1 else []
         tokens = f"{self.micro_batch}x{self.seq}" if self.micro_batch > 1 else str(self.seq)
@@ -131,6 +135,16 @@ MEASURED = [
     Measured(PERFORMANCE, "qwen3-0.6b", 2, {"peak": 11.424}, mode={"shard_parameters": "all"}),
     Measured(PERFORMANCE, "qwen3-0.6b", 2, {"peak": 10.867}, mode=FSDP2 | {"reshard": True}),
     Measured(PERFORMANCE, "qwen3-8b", 1, {"peak": 67.433, "at_rest": 46.072}, mode=EIGHT_BIT | {"remainders": True}),
+    *(
+        Measured(PERFORMANCE, "qwen3-8b", 1, figures, layers=layers, seq=seq, mode=CHECKPOINT | mode, pieces=pieces)
+        for layers, seq, mode, pieces, figures in (
+            (8, 32768, {}, ON_HOST, _peaks(47.207, 49.117, 36.417, 41.612)),
+            (8, 32768, {}, ON_HOST | {"mlp_tiles": 8}, _peaks(47.207, 49.117, 36.417, 41.612)),
+            (6, 131072, {}, ON_HOST | {"mlp_tiles": 32}, _peaks(74.548, 78.708, 31.386, 35.862)),
+            # The last layer's input, 0.25 GiB, stayed on the device through the backward there.
+            (36, 32768, EIGHT_BIT | {"remainders": True}, ON_HOST, _peaks(56.862, 65.367, 46.072, 61.329)),
+        )
+    ),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 43.34}, layers=16, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 82.7}, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 67.56}, layers=16, mode={"chunked_loss": True}),
@@ -210,8 +224,8 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
         shape = SHAPES[run.shape]
         shape = dataclasses.replace(shape, num_hidden_layers=run.layers or shape.num_hidden_layers)
         asked = {name: getattr(run, name) for name in ("gpus", "micro_batch", "accumulation", "lora")}
-        question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked)
-        key = shape, run.lora
+        question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked, **run.pieces)
+        key = shape, run.lora, str(run.pieces)
         if key not in subjects:
             subjects[key] = estimate.Subject(_make(shape), question, lambda sentence: None)
         row: Any = estimate.row_of(subjects[key], Mode(run.line, **run.mode), question)

@@ -76,7 +76,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
     """Trains on this rank and measures; every rank calls it, and every rank returns the result of all ranks.
 
     The steps whose times are taken come first. One more step is for memory, and one for the timeline, because reading
-    memory and profiling hold up the host.
+    memory and profiling hold up the host. A brief run has neither on GPUs: it reads memory in its last timed step.
 
     Args:
         settings: of the run.
@@ -87,7 +87,8 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
 
     trainer = Trainer(settings, device)
     say(f"{trainer.parameters / 1e6:,.1f} million parameters; set up in {trainer.setup_s:.1f} s")
-    seconds, phase_seconds, losses = trainer.timed_steps()
+    watching = trainer.watch() if settings.brief else None
+    seconds, phase_seconds, losses = trainer.timed_steps(*(watching[:1] if watching else ()))
     # Totals by torch's own names, of which some contain others.
     compilation = {name: round(sum(values), 3) for name, values in compilation_time_metrics.items()}
     reserved = torch.cuda.max_memory_reserved() if on_gpus() else None
@@ -95,8 +96,11 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
     if on_gpus():
         free, total = torch.cuda.mem_get_info()
         outside = total - free - torch.cuda.memory_reserved()
-    phases, counters = trainer.watched_step()
-    recorded = trainer.recorded_step()
+    if watching is None:
+        watching = trainer.watch()
+        trainer.train_step(watching[0])
+    _, phases, counters = watching
+    recorded = None if settings.brief and on_gpus() else trainer.recorded_step()
     if trace:
         trainer.trace_step(trace)
     of_rank = {
@@ -110,12 +114,12 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "phases": phases or {name: allocated_in(recorded, name) for name in PHASES},
         "reserved": reserved,
         "outside": outside,
-        "most_gradients": max(recorded.sums(data.OF_GRADIENTS)),
+        "most_gradients": recorded and max(recorded.sums(data.OF_GRADIENTS)),
         "counters": counters,
         # Linux tells it in KiB.
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
-    shown = dist.get_rank() in (0, dist.get_world_size() - 1)
+    shown = recorded and dist.get_rank() in (0, dist.get_world_size() - 1)
     timelines = gather(dataclasses.asdict(recorded.thinned(TIMELINE_POINTS)) if shown else None)
     # A step is over when its slowest rank is.
     slowest = [max(of_ranks) for of_ranks in zip(*gather(seconds))]

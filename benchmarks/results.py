@@ -22,13 +22,14 @@ class RankResult(TypedDict):
         phases_s: "forward", "backward" or "step" -> the median of its seconds in the steps that count, of all
             micro-batches. "step" is the norm, the optimizer and what of the gather is not overlapped.
         compilation_s: torch's name of a part of compilation -> its seconds. Some parts contain others.
-        phases: "forward", "backward" or "step" -> {"after": allocated at its end, "peak": the most allocated in it}.
-            On a CPU, parameters, optimizer states and what the step adds to them.
+        phases: "forward", "backward" or "step" -> {"after": allocated at its end, "peak": the most allocated in it,
+            "active": the peak with what other streams still read}. On a CPU, without "active", parameters, optimizer
+            states and what the step adds to them.
         reserved: the most that the CUDA allocator held of the device up to the last step whose time is taken. None on
             a CPU.
         outside: what the device had given then beside the allocator: for the CUDA context, the code of kernels, and
             NCCL; where ranks share a GPU, also the memory of the others. None on a CPU.
-        most_gradients: the most bytes of gradients at any time of one step.
+        most_gradients: the most bytes of gradients at any time of one step; None in a brief run.
         counters: phase -> what this fork's ``gradient_counters()`` says at its end. Empty for other systems.
         host: the most memory of the host that the process has had, while it set up and trained.
     """
@@ -42,7 +43,7 @@ class RankResult(TypedDict):
     phases: dict[str, dict[str, int]]
     reserved: int | None
     outside: int | None
-    most_gradients: int
+    most_gradients: int | None
     counters: dict[str, dict[str, int]]
     host: int
 
@@ -171,6 +172,11 @@ def describe(result: Result) -> str:
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
     kept = ", every layer checkpointed" if run["checkpoint"] else ", no checkpointing"
+    if run.get("inputs_on_host"):
+        kept += f", inputs on the host by {run['inputs_on_host']}"
+    for name in ("mlp", "loss"):
+        if run.get(f"{name}_tiles"):
+            kept += f", {name} in {run[f'{name}_tiles']} tiles"
     if run.get("activation_budget") is not None:
         kept += f", activation budget {run['activation_budget']:g}"
     if run.get("float8"):

@@ -30,6 +30,12 @@ class Settings:
         stage: of ZeRO, 1 or 2, or 3 without DeepCompile. With 2, FSDP2 reduces gradients in every micro-batch; with 1,
             in the last one only.
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
+        inputs_on_host: what keeps the inputs of checkpointed layers on the host: "deepspeed", its
+            ``CheckpointHiddenStatesOffload``, or "torch", ``save_on_cpu`` around each layer, as transformers does it;
+            None: they stay on the device.
+        mlp_tiles: into how many tiles DeepSpeed's ``TiledMLP`` cuts the tokens of an MLP; None: it is computed whole.
+        loss_tiles: into how many tiles of tokens the head and the loss are cut, by DeepSpeed's
+            ``sequence_tiled_compute``, and in FSDP2 by checkpointing each tile; None: as the system does it.
         float8: the recipe of torchao by which the linear layers of the blocks multiply in float8, one of
             ``workload.RECIPES``; None: they multiply in ``dtype``.
         float8_gather: whether FSDP2 casts its shards to float8 before it gathers them, with scales that are computed
@@ -60,6 +66,8 @@ class Settings:
         learning_rate: of AdamW.
         steps: optimizer steps whose times are taken, among them the first one, which compiles.
         warm: how many of these come before the steps that count for the median.
+        brief: whether memory is read in the last of these steps instead of one of its own, and no timeline is
+            recorded: for steps of many seconds.
     """
 
     system: str = "deepcompile"
@@ -71,6 +79,9 @@ class Settings:
     accumulation: int = 1
     stage: int = 1
     checkpoint: bool = False
+    inputs_on_host: str | None = None
+    mlp_tiles: int | None = None
+    loss_tiles: int | None = None
     float8: str | None = None
     float8_gather: bool = False
     lora: int | None = None
@@ -92,6 +103,7 @@ class Settings:
     learning_rate: float = 1e-5
     steps: int = 31
     warm: int = 10
+    brief: bool = False
 
     @property
     def is_fsdp2(self) -> bool:
@@ -135,6 +147,13 @@ def parse_command_line(description: str) -> CommandLine:
         "--stage", type=int, choices=(1, 2, 3), help="of ZeRO; 2: FSDP2 reduces in every micro-batch too"
     )
     parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
+    parser.add_argument(
+        "--inputs-on-host",
+        choices=("deepspeed", "torch"),
+        help="of checkpointed layers: by DeepSpeed's CheckpointHiddenStatesOffload, or by torch's save_on_cpu",
+    )
+    parser.add_argument("--mlp-tiles", type=int, metavar="N", help="cut the tokens of each MLP into N tiles")
+    parser.add_argument("--loss-tiles", type=int, metavar="N", help="cut the tokens of head and loss into N tiles")
     parser.add_argument("--float8", choices=RECIPES, help="torchao's recipe for the linear layers of the blocks")
     parser.add_argument(
         "--float8-gather", action="store_true", default=None, help="FSDP2 gathers weights in float8, tensorwise only"
@@ -170,6 +189,12 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument("--learning-rate", type=float)
     parser.add_argument("--steps", type=int, help="steps in all, the compiling ones included")
     parser.add_argument("--warm", type=int, help="steps before those whose times count")
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        default=None,
+        help="read memory in the last step, and record no timeline",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--trace", metavar="FILE", help="write a trace of one step of rank 0 there, for Perfetto")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
@@ -178,12 +203,18 @@ def parse_command_line(description: str) -> CommandLine:
     arguments.pop("local_rank", None)
     files = [arguments.pop(name, None) for name in ("json", "trace")]
     settings = Settings(**arguments)
-    positive = ("layers", "seq", "micro_batch", "accumulation", "bucket", "steps", "lora")
+    positive = ("layers", "seq", "micro_batch", "accumulation", "bucket", "steps", "lora", "mlp_tiles", "loss_tiles")
     for name in positive:
         if getattr(settings, name) is not None and getattr(settings, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 1 <= settings.warm < settings.steps:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
+    if settings.inputs_on_host and not settings.checkpoint:
+        parser.error("--inputs-on-host goes with --checkpoint")
+    if settings.mlp_tiles and (settings.is_fsdp2 or settings.system == "ddp"):
+        parser.error("--mlp-tiles goes with DeepSpeed, whose TiledMLP tells ZeRO which tile is the last")
+    if settings.loss_tiles and (settings.chunked_loss or settings.system == "ddp"):
+        parser.error("--loss-tiles goes with DeepSpeed and FSDP2, and without --chunked-loss")
     of_ours = (settings.overlap_gather, settings.copy_engines)
     if (settings.one_graph or of_ours != (None, None)) and settings.system != "deepcompile":
         parser.error("--one-graph, --overlap-gather and --copy-engines go with --system deepcompile")

@@ -19,6 +19,7 @@ from .devices import mapped_bytes, on_gpus, synchronize
 from .recorder import data, record
 from .settings import Settings
 from .systems import make_system
+from .tiles import save_inputs_on_host, tile_loss, tile_mlps
 from .workload import SHAPES, Batches, add_adapters, build_model, multiply_in_float8
 
 
@@ -114,6 +115,12 @@ class Trainer:
             multiply_in_float8(model, settings.float8, settings.float8_gather)
         if settings.lora:
             add_adapters(model, settings.lora)
+        if settings.inputs_on_host == "torch":
+            save_inputs_on_host(model)
+        if settings.mlp_tiles:
+            tile_mlps(model, settings.mlp_tiles)
+        if settings.loss_tiles:
+            tile_loss(model, settings.loss_tiles, by_deepspeed=not settings.is_fsdp2)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_token = flops.per_token(model, settings.seq)
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
@@ -121,6 +128,11 @@ class Trainer:
         self.setup_s = time.perf_counter() - began
         self.setup_peak = torch.cuda.max_memory_allocated() + mapped_bytes() if on_gpus() else None
         self._drawn = 0  # batches so far
+        self._offloading = contextlib.nullcontext()
+        if settings.inputs_on_host == "deepspeed":
+            from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
+
+            self._offloading = CheckpointHiddenStatesOffload()
         if on_gpus():
             # The memory that setting up took must not count as memory that training takes.
             gc.collect()
@@ -146,36 +158,52 @@ class Trainer:
             boundary = micro_step == self.settings.accumulation - 1
             ids = self.batches.draw(self._drawn)
             self._drawn += 1
-            with around("forward"):
-                loss = self.system.forward(ids)
-            with around("backward"):
-                self.system.backward(loss, boundary)
+            with self._offloading:
+                with around("forward"):
+                    loss = self.system.forward(ids)
+                with around("backward"):
+                    self.system.backward(loss, boundary)
             with around("step"):
                 self.system.step(boundary)
             total = total + loss.detach() / self.settings.accumulation
         return total
 
-    def timed_steps(self) -> tuple[list[float], dict[str, list[float]], list[float]]:
-        """Trains ``settings.steps`` steps; returns the seconds of each and of its phases, and this rank's losses."""
+    def timed_steps(
+        self, around_last: Callable[[str], AbstractContextManager] = contextlib.nullcontext
+    ) -> tuple[list[float], dict[str, list[float]], list[float]]:
+        """Trains ``settings.steps`` steps; returns the seconds of each and of its phases, and this rank's losses.
+
+        Args:
+            around_last: called with the name of each phase of the last step; returns a context for it.
+        """
         dist.barrier()
         clock, losses = Clock(), []
+
+        @contextlib.contextmanager
+        def both(name):
+            with clock.phase(name), around_last(name):
+                yield
+
         for step in range(self.settings.steps):
-            losses.append(self.train_step(clock.phase))
+            losses.append(self.train_step(both if step == self.settings.steps - 1 else clock.phase))
             clock.mark()
             # The host waits for the device to read a loss, so it reads none in most steps that count for the median.
             if step < 3 or (step + 1) % 100 == 0:
                 say(f"  step {step + 1:4} of {self.settings.steps}   loss {losses[-1].item():.4f}")
         return clock.seconds(), clock.phase_seconds(), [loss.item() for loss in losses]
 
-    def watched_step(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
-        """Trains a step in which the host waits for the device after each phase and reads its memory.
+    def watch(
+        self,
+    ) -> tuple[Callable[[str], AbstractContextManager], dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+        """Returns what watches the phases of a step: the host waits for the device after each and reads its memory.
 
         With accumulation, the figures of a phase are those of the last micro-batch.
 
         Returns:
-            Two dicts. The first: phase -> {"after": bytes allocated at its end, "peak": the most bytes in it}, as the
-            CUDA allocator counts them; empty on a CPU. The second: phase -> the system's counters at its end; empty if
-            the system does not count.
+            A context for each phase, and two dicts that these contexts fill. The first: phase -> {"after": bytes
+            allocated at its end, "peak": the most bytes in it, "active": the most with what other streams still read},
+            as the CUDA allocator counts them; empty on a CPU. The second: phase -> the system's counters at its end;
+            empty if the system does not count.
         """
         phases, counters = {}, {}
         self.system.reset_counters()
@@ -189,13 +217,14 @@ class Trainer:
             if on_gpus():
                 mapped = mapped_bytes()
                 allocated, peak = torch.cuda.memory_allocated() + mapped, torch.cuda.max_memory_allocated() + mapped
-                phases[name] = {"after": allocated, "peak": peak}
+                # Memory that a copy on another stream still reads is free to the program, but not to the allocator.
+                active = torch.cuda.memory_stats()["active_bytes.all.peak"] + mapped
+                phases[name] = {"after": allocated, "peak": peak, "active": active}
             counted = self.system.counters()
             if counted:
                 counters[name] = counted
 
-        self.train_step(watch)
-        return phases, counters
+        return watch, phases, counters
 
     def recorded_step(self) -> data.StepMemory:
         """Trains a step under torch's profiler; returns its memory."""

@@ -222,13 +222,18 @@ class FSDP2:
             shard(block)
         if not model.config.tie_word_embeddings:
             shard(model.model.embed_tokens)
-            shard(model.model.norm, model.lm_head, reshard=False)
+            # Tiles of the loss use the head's weight, and do not call the head, which would gather it.
+            if not settings.loss_tiles:
+                shard(model.model.norm, model.lm_head, reshard=False)
         # What no call above has sharded belongs to the root: tied embeddings and the norm.
         shard(model, reshard=False)
         self._loss = torch.compile(model.loss_function, backend=backend)
+        self._tiles = settings.loss_tiles
         self._optimizer = _optimizer(settings, _trained(model))
 
     def forward(self, ids):
+        if self._tiles:
+            return self._model(input_ids=ids, labels=ids).loss
         return self._loss(logits=self._model(input_ids=ids).logits, labels=ids, vocab_size=self._vocabulary)
 
     def backward(self, loss, boundary):
@@ -265,7 +270,7 @@ class DDP(FSDP2):
         backend = _torch_backend(settings.backend)
         for block in model.model.layers:
             block.compile(backend=backend)
-        self._vocabulary, self._gathers_float8 = model.config.vocab_size, False
+        self._vocabulary, self._gathers_float8, self._tiles = model.config.vocab_size, False, None
         self._model = torch.nn.parallel.DistributedDataParallel(model)
         self._loss = torch.compile(model.loss_function, backend=backend)
         self._optimizer = _optimizer(settings, model.parameters())

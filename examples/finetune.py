@@ -6,6 +6,7 @@ The recipes in ``docs/recipes`` run this file with different arguments.
 """
 
 import argparse
+import contextlib
 import statistics
 import time
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
@@ -36,6 +38,9 @@ parser.add_argument("--steps", type=int, default=16, help="steps of the whole ru
 parser.add_argument("--lr", type=float, default=1e-4)
 parser.add_argument("--off", action="store_true", help="train without DeepCompile, to compare")
 parser.add_argument("--checkpoint", action="store_true", help="compute each layer again in the backward")
+parser.add_argument("--inputs-on-host", action="store_true", help="keep inputs of checkpointed layers on the host")
+parser.add_argument("--loss-tiles", type=int, metavar="N", help="cut the tokens of head and loss into N tiles")
+parser.add_argument("--mlp-tiles", type=int, metavar="N", help="cut the tokens of each MLP into N tiles")
 parser.add_argument("--budget", type=float, help="the part of its activations that a graph keeps, from 0 to 1")
 parser.add_argument("--shard", action="store_true", help="keep a part of the parameters on each GPU")
 parser.add_argument("--remainders", action="store_true", help="keep 16 bits of each master weight")
@@ -48,6 +53,8 @@ parser.add_argument("--universal", action="store_true", help="resume from a univ
 parser.add_argument("--export", action="store_true", help="write the trained model for from_pretrained()")
 parser.add_argument("--local_rank", type=int)  # given by the launcher
 args = parser.parse_args()
+if args.inputs_on_host and not args.checkpoint:
+    parser.error("--inputs-on-host goes with --checkpoint")
 if args.tiny:
     from tiny import tiny_model
 
@@ -93,6 +100,15 @@ else:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
 if args.checkpoint:
     model.gradient_checkpointing_enable()
+if args.loss_tiles or args.mlp_tiles:
+    from tiles import loss_in_tiles, mlps_in_tiles
+
+    # The loss first: it is compared with the model's own, on a few tokens.
+    if args.loss_tiles:
+        loss_in_tiles(model, args.loss_tiles)
+    if args.mlp_tiles:
+        mlps_in_tiles(model, args.mlp_tiles)
+on_host = CheckpointHiddenStatesOffload() if args.inputs_on_host else contextlib.nullcontext()
 
 
 def packed(texts):
@@ -160,8 +176,9 @@ while engine.global_steps < args.steps:
     began, mean = time.perf_counter(), 0.0
     first = engine.global_steps * args.accumulation
     for number in range(first, first + args.accumulation):
-        loss = engine(**micro_batch(training, number)).loss
-        engine.backward(loss)  # divides by the number of micro-batches
+        with on_host:
+            loss = engine(**micro_batch(training, number)).loss
+            engine.backward(loss)  # divides by the number of micro-batches
         engine.step()  # steps after the last of them
         mean += loss.detach() / args.accumulation
     get_accelerator().synchronize()

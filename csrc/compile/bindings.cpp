@@ -265,6 +265,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("hold_on_cpu") = false,
              py::arg("synchronize_before"),
              py::arg("synchronize_after"))
+        .def_static("some_want_to_hold", &Reducer::some_want_to_hold)
+        .def_static("hold_on_cpu", &Reducer::hold_on_cpu)
         .def("add_group", &Reducer::add_group, unlocked())
         .def("set_carrier", &Reducer::set_carrier, unlocked())
         .def_property_readonly("identity", &Reducer::identity)

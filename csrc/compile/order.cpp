@@ -195,7 +195,7 @@ bool Agreement::compare(const PartitionGroup& group, const std::string& purpose,
 void Reducer::begin_turns()
 {
     order_.begin_backward();
-    buckets_.begin_backward(some_hold_on_cpu() && streams_.on_cpu());
+    buckets_.begin_backward(holds_on_cpu() && streams_.on_cpu());
     early_count_ = early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;

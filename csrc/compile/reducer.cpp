@@ -30,7 +30,8 @@ namespace {
 struct Registry {
     std::mutex mutex;
     std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
-    std::atomic<int> holding = 0;  ///< how many of them have `hold_on_cpu`
+    std::atomic<int> wanting_to_hold = 0;  ///< how many of them have `hold_on_cpu`
+    std::atomic<bool> holds = false;       ///< what the ranks have agreed on
 };
 
 Registry& registry()
@@ -46,13 +47,23 @@ std::shared_ptr<Reducer> Reducer::make(Options options)
     auto reducer = std::shared_ptr<Reducer>(new Reducer(options));
     std::lock_guard lock(registry().mutex);
     registry().reducers[options.identity] = reducer;
-    registry().holding += options.hold_on_cpu;
+    registry().wanting_to_hold += options.hold_on_cpu;
     return reducer;
 }
 
-bool Reducer::some_hold_on_cpu()
+bool Reducer::some_want_to_hold()
 {
-    return registry().holding > 0;
+    return registry().wanting_to_hold > 0;
+}
+
+void Reducer::hold_on_cpu(bool holds)
+{
+    registry().holds = holds;
+}
+
+bool Reducer::holds_on_cpu()
+{
+    return registry().holds;
 }
 
 std::shared_ptr<Reducer> Reducer::find(int64_t identity)
@@ -450,7 +461,7 @@ void Reducer::close()
     {
         std::lock_guard registry_lock(registry().mutex);
         const bool was_open = registry().reducers.erase(options_.identity) > 0;
-        registry().holding -= was_open && options_.hold_on_cpu;
+        registry().wanting_to_hold -= was_open && options_.hold_on_cpu;
     }
     order_ = SendOrder();
     records.swap(records_);

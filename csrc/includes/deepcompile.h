@@ -96,7 +96,7 @@ struct Options {
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once, unless buckets are held
     int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
-    bool hold_on_cpu;         ///< on a CPU, let no engine send anything before the backward has run; see BucketQueue
+    bool hold_on_cpu;         ///< asks that on a CPU no engine send before the backward has run; see BucketQueue
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
@@ -387,10 +387,10 @@ private:
 
 /// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
 ///
-/// If an engine of the process has `hold_on_cpu`, full buckets of all its engines wait for the end of the backward, which
-/// may run through several engines. On a CPU a rank that sends a bucket waits for the other ranks. If these wait
-/// meanwhile for this rank in another process group, for which the backward has not come far enough, no rank goes on.
-/// Which gradients are in which bucket does not depend on that.
+/// If an engine of any rank had `hold_on_cpu` when the last engine was set up, full buckets of all engines wait for the
+/// end of the backward, which may run through several engines; see Reducer::hold_on_cpu(). On a CPU a rank that sends a bucket waits for the other
+/// ranks. If these wait meanwhile for this rank in another process group, for which the backward has not come far
+/// enough, no rank goes on. Which gradients are in which bucket does not depend on that.
 class BucketQueue {
 public:
     BucketQueue(const Options& options,
@@ -534,8 +534,13 @@ public:
     static std::shared_ptr<Reducer> make(Options options);
     /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
     static std::shared_ptr<Reducer> find(int64_t identity);
-    /// Whether an engine of this process, which was not destroyed, has `hold_on_cpu`. Any thread.
-    static bool some_hold_on_cpu();
+    /// Whether an engine of this process has `hold_on_cpu`, and was neither destroyed nor collected. Ranks may differ,
+    /// because Python collects an engine that nobody destroyed at another time on each rank. Any thread.
+    static bool some_want_to_hold();
+    /// Sets whether all engines of this process hold their buckets, on a CPU, from their next backward on. The ranks
+    /// agree on it when an engine is set up. Any thread.
+    static void hold_on_cpu(bool holds);
+    static bool holds_on_cpu();
     ~Reducer();
     Reducer(const Reducer&) = delete;
     Reducer& operator=(const Reducer&) = delete;

@@ -127,7 +127,7 @@ def a_bucket_that_cannot_be_sent():
 
     The other gradients come all the same, as from another thread of the backward.
     """
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.ones(2, device=device())) for _ in range(3)]
     reducer = reducer_module().Reducer(
         identity=10**9,
         bucket_numel=1,
@@ -151,7 +151,7 @@ def a_bucket_that_cannot_be_sent():
     reducer.begin_backward(True)
     for index in (2, 1, 0):
         with noted():
-            torch.ops.deepcompile.reduce_grad(torch.ones(2), registrations, 1 + index, False)
+            torch.ops.deepcompile.reduce_grad(torch.ones(2, device=device()), registrations, 1 + index, False)
     with noted():
         reducer.finish_backward(True, True)
     reducer.abandon_backward()
@@ -165,7 +165,8 @@ def test_a_bucket_that_failed_is_not_sent_again(ranks):
     """Other ranks would take it for the next bucket, or the step would lack its gradients without a word."""
     for raised, after in ranks(2).run(a_bucket_that_cannot_be_sent):
         first, *later = raised
-        assert "can't be cast" in first
+        # Gloo and NCCL say it in their own words.
+        assert first != "nothing" and "an earlier bucket" not in first
         # A gradient whose turn has not come is kept.
         assert len(later) == 3 and later[-1] != "nothing"
         assert all("an earlier bucket of it has failed" in error for error in later if error != "nothing")

@@ -151,6 +151,31 @@ def test_tokens_a_second_and_mfu(package):
         assert "| MFU" not in table and "No MFU: the peak of" in table
 
 
+@pytest.mark.parametrize("tiny", [True, False])
+def test_rows_of_long_sequences(package, monkeypatch, tiny):
+    """A row would fail on the GPU for an argument that is refused, or be cut into other tiles than the table says."""
+    lengths, settings = package("lengths"), package("settings")
+    monkeypatch.setenv("RANK", "0")
+    for row in lengths.ROWS:
+        monkeypatch.setattr(sys, "argv", ["measure", *row.all_arguments(tiny)])
+        given = settings.parse_command_line("").settings
+        tiles = row.seq // lengths.TILE
+        assert (given.mlp_tiles, given.loss_tiles) == (tiles if row.mlp else None, tiles if row.loss else None)
+        assert given.brief and given.checkpoint and given.inputs_on_host and given.layers == row.layers
+
+
+def test_a_table_of_long_sequences(package):
+    """A row that failed would take the others with it, or systems would be compared that trained other lengths."""
+    lengths = package("lengths")
+    others, fork, *_ = lengths.ROWS
+    longer = next(row for row in lengths.ROWS if row.seq > fork.seq)
+    slower = result_of() | {"step_s": 1.0}
+    no = package("results").no_result("not run, 3 s were left")
+    lines = lengths.table({others: slower, fork: result_of(), longer: no}).splitlines()
+    assert "| 131072 | 6 | fork, tiles | not run, 3 s were left |" in lines[4]
+    assert lines[-1] == "| 32768 | 8 | fork / FSDP2 | 0.500 | 1.000 |"
+
+
 def test_a_line_for_each_run(package):
     """Losses would be compared of runs that train something else."""
     other, apart = result_of(seq=64), result_of(remainders=True)
@@ -610,6 +635,9 @@ def test_the_benchmark_refuses_in_a_sentence(tmp_path, arguments, sentence):
         ),
         (["--system", "fsdp2-kept", "--activation-budget", "0"], "--activation-budget goes with --system deepcompile"),
         (["--system", "deepcompile", "--activation-budget", "1.5"], "--activation-budget must be from 0 to 1"),
+        (["--system", "zero", "--inputs-on-host", "torch"], "--inputs-on-host goes with --checkpoint"),
+        (["--system", "fsdp2-kept", "--mlp-tiles", "2"], "--mlp-tiles goes with DeepSpeed"),
+        (["--system", "zero", "--loss-tiles", "0"], "--loss-tiles must be at least 1"),
     ],
 )
 def test_a_run_refuses_in_a_sentence(package, monkeypatch, capsys, arguments, sentence):
@@ -618,6 +646,28 @@ def test_a_run_refuses_in_a_sentence(package, monkeypatch, capsys, arguments, se
     with pytest.raises(SystemExit):
         package("settings").parse_command_line("")
     assert sentence in capsys.readouterr().err
+
+
+def loss_and_gradients(model, ids):
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("by_deepspeed", [True, False])
+def test_pieces_of_long_sequences_train_the_same(package, monkeypatch, by_deepspeed):
+    """Rows of benchmarks.lengths would train something else: a loss of other tokens, or a part of a gradient."""
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
+    workload, tiles = package("workload"), package("tiles")
+    # Compiling is not what is tested here.
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    ids = torch.randint(1024, (2, 32), generator=torch.Generator().manual_seed(0))
+    whole, cut = (workload.build_model(workload.SHAPES["tiny"], torch.float32, "cpu", True) for _ in range(2))
+    tiles.save_inputs_on_host(cut)
+    tiles.tile_mlps(cut, 4)
+    tiles.tile_loss(cut, 4, by_deepspeed)
+    for left, right in zip(loss_and_gradients(cut, ids), loss_and_gradients(whole, ids), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_within_a_budget_for_activations(package, monkeypatch):

@@ -93,6 +93,9 @@ def attributes_used():
 
 # Names of instances that other names hold: "module:class", then the names.
 INSTANCE_ATTRIBUTES = {
+    "deepspeed.runtime.activation_checkpointing.offload_activations:CheckpointHiddenStatesOffload": "_fwd_stash "
+    "_keep_last _num_bytes _pool_cpu_buffer _restore_tensor _stream_context _tracker compute_stream "
+    "max_fwd_stash_count s1 stats use_streams",
     "deepspeed.runtime.base_optimizer:BackwardHookStateManager": "post_backward_callback_queued",
     "deepspeed.runtime.zero.muon.muon_optimizer:MuonWithAuxAdam": "aux_optimizer",
     "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": "started_ reset",

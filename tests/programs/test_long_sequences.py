@@ -7,6 +7,8 @@ On a CPU the host has no other memory, so "on the host" is a copy here, and the 
 
 import contextlib
 import dataclasses
+import runpy
+from pathlib import Path
 from typing import Callable, ContextManager
 from unittest import mock
 
@@ -19,12 +21,13 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.activation_checkpointing import checkpointing, offload_activations
-from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary
 from support.training import BOUND, batch, compile_backend, device, engine_by_configuration, total_error
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 layers = pytest.importorskip("transformers.modeling_layers", reason="pip install -r requirements/front_doors.txt")
 
 SLOW = pytest.mark.slow
@@ -79,6 +82,30 @@ class Net(nn.Module):
 
     def forward(self, ids):
         return nn.functional.cross_entropy(self.lm_head(self.body(ids)).flatten(0, 1), ids.flatten())
+
+
+class LossInTiles(Net):
+    """As docs/recipes/long_sequences.md has it."""
+
+    def forward(self, ids):
+        return self.loss(self.body(ids), ids) / ids.numel()
+
+    def of_tile(self, x, y):
+        return nn.functional.cross_entropy(self.lm_head(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+    @torch.compiler.disable
+    def loss(self, hidden, labels):
+        return sequence_tiled_compute(
+            self.of_tile,
+            hidden.shape[1],
+            4,
+            {"x": hidden, "y": labels},
+            {},
+            "x",
+            [*self.lm_head.parameters()],
+            output_unshard_dimension=0,
+            output_reduction="sum",
+        )
 
 
 def world_of(options):
@@ -173,15 +200,22 @@ WAYS = {
 }
 
 
-def train(way, options, tiles=0):
-    """Returns how many inputs of blocks the last forward left, the parameters, and how many gradients graphs gave."""
+def train(way, options, tiles=0, kind=Net):
+    """Returns how many inputs of blocks the last forward left, the most of them that a backward had at a time, the
+    parameters, and how many gradients graphs gave."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, inputs = Net(tiles).to(device()).train(), []
+    model, inputs, most = kind(tiles).to(device()).train(), [], 0
 
     def recorded(function, x):
-        inputs.append(StorageWeakRef(x.untyped_storage()))
-        return way.checkpoint(function, x)
+        def run(x):
+            # Runs in the forward, and in the backward with what came back.
+            nonlocal most
+            inputs.append(StorageWeakRef(x.untyped_storage()))
+            most = max(most, sum(not memory.expired() for memory in inputs))
+            return function(x)
+
+        return way.checkpoint(run, x)
 
     for layer in model.body.layers if way else ():
         layer._gradient_checkpointing_func, layer.gradient_checkpointing = recorded, True
@@ -192,19 +226,19 @@ def train(way, options, tiles=0):
             with around_step():
                 with around_forward():
                     loss = engine(batch(step, 0, dist.get_rank(), 8))
-                left = sum(not memory.expired() for memory in inputs)
+                left, most = sum(not memory.expired() for memory in inputs), 0
                 engine.backward(loss)
             engine.step()
     values = [safe_get_full_fp32_param(parameter).clone() for parameter in model.parameters()]
     from_graphs = gradient_counters(engine)["from_graphs"] if options else 0
     engine.destroy()
-    return left, values, from_graphs
+    return left, most, values, from_graphs
 
 
-def train_off_and_on(name, options):
-    with compile_backend("eager"):
-        left, values, from_graphs = train(WAYS[name], options)
-        left_off, off, _ = train(WAYS[name], {})
+def train_off_and_on(name, options, backend="eager", tiles=0):
+    with compile_backend(backend):
+        *left, values, from_graphs = train(WAYS[name], options, tiles)
+        *left_off, off, _ = train(WAYS[name], {})
     return left, left_off, total_error(values, off), from_graphs
 
 
@@ -219,18 +253,42 @@ def train_off_and_on(name, options):
 def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options):
     """Compiled blocks would keep their inputs on the device, or compute them again from memory that was freed.
 
+    DeepSpeed's context would keep all that it brought back until the backward ends.
+
     DeepSpeed's context wraps the ``__call__`` of layers, which would keep layers from being graphs of their own.
     """
     for left, left_off, error, from_graphs in ranks(world_of(options)).run(train_off_and_on, name, options):
-        assert (left, left_off) == (WAYS[name].on_device, WAYS[name].on_device)
+        # The backward of a layer needs one input. A layer that computes again adds it to those that never left.
+        expected = [WAYS[name].on_device, WAYS[name].on_device + 1]
+        assert (left, left_off) == (expected, expected)
+        assert error < BOUND and from_graphs > 0
+
+
+@pytest.mark.slow
+@vary(
+    "name, tiles, options",
+    [
+        ("DeepSpeed-context", 0, KEPT),
+        ("DeepSpeed-context", 4, KEPT),
+        ("DeepSpeed-context", 4, SHARDED),
+        ("transformers", 4, SHARDED),
+    ],
+)
+def test_generated_code(ranks, name, tiles, options):
+    """Code that Inductor generates would reuse an input's memory that went to the host, or a tile's."""
+    expected = [WAYS[name].on_device, WAYS[name].on_device + 1]
+    for left, left_off, error, from_graphs in ranks(world_of(options)).run(
+        train_off_and_on, name, options, "inductor", tiles
+    ):
+        assert (left, left_off) == (expected, expected)
         assert error < BOUND and from_graphs > 0
 
 
 def train_tiled(options):
     with compile_backend("eager"):
-        _, values, from_graphs = train(None, options, tiles=4)
+        *_, values, from_graphs = train(None, options, tiles=4)
         breaks = list(torch._dynamo.utils.counters["graph_break"])
-        _, off, _ = train(None, {})
+        *_, off, _ = train(None, {})
     return total_error(values, off), from_graphs, breaks
 
 
@@ -240,3 +298,41 @@ def test_tiles_of_mlps(ranks, options):
     for error, from_graphs, breaks in ranks(world_of(options)).run(train_tiled, options):
         assert error < BOUND and from_graphs > 0
         assert not any("UntypedStorage" in text for text in breaks), breaks
+
+
+def train_with_loss_in_tiles(options, backend):
+    with compile_backend(backend):
+        *_, values, from_graphs = train(None, options, kind=LossInTiles)
+        *_, off, _ = train(None, {})
+    return total_error(values, off), from_graphs
+
+
+@vary(
+    "options, backend",
+    [
+        (KEPT, "eager"),
+        pytest.param(SHARDED, "eager", marks=SLOW),
+        pytest.param(SHARDED, "inductor", marks=SLOW),
+    ],
+)
+def test_loss_in_tiles(ranks, options, backend):
+    """Only the last tile's gradient of the head would be reduced, or that of the layers would be lost."""
+    for error, from_graphs in ranks(world_of(options)).run(train_with_loss_in_tiles, options, backend):
+        assert error < BOUND and from_graphs > 0
+
+
+def test_the_example_replaces_no_other_loss():
+    """A model whose logits are capped would train on another loss, and tiles that are unequal lose gradients."""
+    transformers = pytest.importorskip("transformers")
+    tiles = runpy.run_path(str(EXAMPLES / "tiles.py"))
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    capped = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**sizes))
+    with pytest.raises(ValueError, match="final_logit_softcapping"):
+        tiles["loss_in_tiles"](capped, 4)
+    model, ids = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)), torch.arange(8).view(1, -1)
+    own = model(input_ids=ids, labels=ids).loss
+    tiles["loss_in_tiles"](model, 4)
+    assert torch.allclose(model(input_ids=ids, labels=ids).loss, own)
+    with pytest.raises(ValueError, match="7 tokens cannot be cut into 4 equal tiles"):
+        model(input_ids=ids[:, :7], labels=ids[:, :7])

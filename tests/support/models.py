@@ -427,3 +427,18 @@ def qwen3_config(vocabulary, layers=2, width=32, **others):
         "head_dim": 16,
     }
     return Qwen3Config(**{**sizes, **others})
+
+
+class Stack(nn.Module):
+    """An embedding, and layers of one class that are called one after the other."""
+
+    def __init__(self, kind, layers, width, vocabulary):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(kind() for _ in range(layers))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x

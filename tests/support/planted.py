@@ -127,6 +127,13 @@ FAULTS = {
         {"optimizer.get_param_comm_dtype(parameter)\n": "parameter.dtype\n"},
         ("core/test_sent_gradients.py", "core/test_options_number_formats.py"),
     ),
+    "buckets held on one rank": Fault(
+        "each rank holds buckets on a CPU by the engines that it has not collected",
+        CORE + "engine/set_up.py",
+        {"torch.distributed.all_reduce(asks, torch.distributed.ReduceOp.MAX, group)": "pass"},
+        ("features/shard_parameters/test_shard_order.py",),
+        hangs=True,
+    ),
     "reduce_bucket_size ignored": Fault(
         "buckets have a size of their own",
         CORE + "engine/set_up.py",

@@ -311,7 +311,7 @@ def compare_turning():
 
 def test_a_parameter_taken_for_complex_numbers(ranks):
     """A backward would view all of a unit's memory as complex numbers, which may end at an odd place."""
-    assert all(equal == [True, True, True] for equal in ranks(2).run(compare_turning))
+    assert all(equal == [True, True, True] for equal in ranks(2).run(compare_turning, timeout=100))
 
 
 def train_two(config):

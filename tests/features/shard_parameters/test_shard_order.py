@@ -3,6 +3,7 @@
 """Blocks that a model calls twice, or in another order than it registers them, train to the bits of whole ones."""
 
 import contextlib
+import gc
 from unittest import mock
 
 import pytest
@@ -228,3 +229,57 @@ def test_one_backward_of_a_sharded_engine_and_another_one(ranks):
     """A rank would wait for a block of one engine, and the other rank for a bucket of the other engine."""
     for error in ranks(2).run(compare_one_backward_of_two, timeout=100):
         assert error < BOUND
+
+
+class Meets(torch.autograd.Function):
+    """Changes nothing. Ranks wait for each other in its backward, in a process group of its own."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.barrier(ctx.group)
+        return gradient, None
+
+
+class Meeting(nn.Module):
+    """Layers between which ranks wait for each other in the backward."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.first, self.last, self.group = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), group
+
+    @torch.compiler.disable
+    def meet(self, x):
+        return Meets.apply(x, self.group)
+
+    def forward(self, x):
+        return self.last(self.meet(self.first(x)))
+
+
+def sharded_engine():
+    section = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
+    return make_engine(Between().to(device()), Case(adam=True, stage=2, bucket=40, config=section))
+
+
+def meet_beside_an_engine_of_one_rank():
+    """One rank has collected an earlier engine that shards parameters, which nobody destroyed, and another has not."""
+    kept = [sharded_engine()]
+    if dist.get_rank():
+        kept.clear()
+        gc.collect()
+    engine = make_engine(Meeting(dist.new_group()).to(device()), Case(adam=True, stage=2, bucket=40))
+    loss = engine(torch.randn(2, WIDTH, device=device())).square().mean()
+    engine.backward(loss)
+    engine.step()
+    engine.destroy()
+    for engine in kept:
+        engine.destroy()
+
+
+def test_an_engine_that_one_rank_has_collected(ranks):
+    """That rank would send a bucket, and the other one, which holds the bucket, would wait for it elsewhere."""
+    ranks(2).run(meet_beside_an_engine_of_one_rank, timeout=100)

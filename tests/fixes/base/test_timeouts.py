@@ -44,7 +44,7 @@ def test_an_engine_waits_no_longer_than_was_asked(ranks):
 
 
 def timeouts_of_groups(*given):
-    groups = [dist.new_group(timeout=datetime.timedelta(seconds=seconds)) for seconds in given]
+    groups = [dist.new_group(timeout=datetime.timedelta(seconds=limit)) for limit in given]
     for group in groups:
         shorten_timeout(group, device())
     return [seconds(group) for group in [*groups, dist.group.WORLD]]

@@ -67,6 +67,7 @@ def test_each_implementation_trains_as_without_deepcompile(ranks, name, implemen
 
     The advice is given where it is needed: where Dynamo leaves a graph for each loop over experts.
     """
+    pytest.importorskip("transformers", reason="pip install -r requirements/demo.txt")
     found = ranks(2).run(both, name, implementation)
     for off, on in found:
         losses, compiled, _ = on
@@ -85,6 +86,7 @@ def test_each_implementation_trains_as_without_deepcompile(ranks, name, implemen
 @pytest.mark.follows("call model.set_experts_implementation")
 def test_advice():
     """Who took the slow implementation, perhaps from an older configuration, would not learn of the fast one."""
+    pytest.importorskip("transformers", reason="pip install -r requirements/demo.txt")
     model = ARCHITECTURES["Qwen3Moe"].make()
     model.set_experts_implementation("eager")
     assert [*advice(model)] == [EAGER.format(2)]

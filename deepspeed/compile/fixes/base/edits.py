@@ -3,6 +3,7 @@
 """What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
 
 ENGINE = "deepspeed/runtime/engine.py"
+OFFLOAD = "deepspeed/runtime/activation_checkpointing/offload_activations.py"
 IMPORT = "from deepspeed.compile.z3_eager_fallback import"
 EDITS = (
     (
@@ -10,6 +11,44 @@ EDITS = (
         "import of fixes",
         IMPORT,
         f"from deepspeed.compile.fixes.base import pinning, schedulers, subclasses, timeouts\n{IMPORT}",
+    ),
+    # inputs_on_host.py
+    (
+        OFFLOAD,
+        "import of fixes",
+        "from deepspeed.accelerator import get_accelerator\n",
+        "from deepspeed.accelerator import get_accelerator\nfrom deepspeed.compile.fixes.base import inputs_on_host\n",
+    ),
+    (
+        OFFLOAD,
+        "input that goes to the host",
+        "        tensor_id = self.offload_input(tensor)\n",
+        "        inputs_on_host.reuse_memory(self)\n        tensor_id = self.offload_input(tensor)\n",
+    ),
+    (
+        OFFLOAD,
+        "handle of an input",
+        "        return _OffloadedTensorRef(tensor_id)\n",
+        "        return inputs_on_host.forget_when_dropped(self, _OffloadedTensorRef(tensor_id))\n",
+    ),
+    (
+        OFFLOAD,
+        "input that comes back",
+        "            return self._restore_tensor(maybe_ref.tensor_id, cache=True)\n",
+        "            return inputs_on_host.brought_back(self, maybe_ref.tensor_id)\n",
+    ),
+    (
+        OFFLOAD,
+        "copy to the host",
+        "        self.stats.offloaded_tensors += 1\n",
+        "        inputs_on_host.wait_after_sending(self)\n        self.stats.offloaded_tensors += 1\n",
+    ),
+    (
+        OFFLOAD,
+        "copy from the host",
+        "        cpu_tensor, device, shape, stride, buffer_key = tracked\n",
+        "        inputs_on_host.wait_before_bringing_back(self)\n"
+        "        cpu_tensor, device, shape, stride, buffer_key = tracked\n",
     ),
     # pinning.py
     (

@@ -15,6 +15,7 @@ configuration.py   reads a DeepSpeed configuration
 liveness.py        the memory of a compiled graph at each moment
 graphs.py          traces a function as training compiles it
 head.py            whether a loss is in chunks or has a graph of its own, and its memory
+long_sequences.py  inputs of layers on the host, MLPs and losses in tiles
 activations.py     runs a model without memory, with the memory of its graphs
 gradients.py       the gradients that the reducer holds, and the layout of partitions
 fsdp2.py           the memory of FSDP2, by its published scheme

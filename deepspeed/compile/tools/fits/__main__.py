@@ -8,6 +8,11 @@ import sys
 from typing import Any, Dict, List, Optional
 
 PROGRAM = "python -m deepspeed.compile.fits"
+# Arguments that are fields of ``modes.Question``.
+ASKED = (
+    *("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora"),
+    *("inputs_on_host", "mlp_tiles", "loss_tiles"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -22,6 +27,16 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--micro-batch", type=int, help="sequences on each GPU. Default: 1, or what --config says")
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step. Default: 1, or what --config says")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and freeze the rest")
+    parser.add_argument(
+        "--inputs-on-host", action="store_true", help="of checkpointed layers, by DeepSpeed or transformers"
+    )
+    parser.add_argument("--mlp-tiles", type=int, metavar="N", help="DeepSpeed's TiledMLP cuts each MLP into N tiles")
+    parser.add_argument(
+        "--loss-tiles",
+        type=int,
+        metavar="N",
+        help="DeepSpeed's sequence_tiled_compute cuts head and loss into N",
+    )
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="Default: bf16, or what --config says")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
@@ -59,7 +74,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
     from .advice import text_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
-    names = ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora")
     try:
         answer = fits(
             sources.named(options.model),
@@ -67,7 +81,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             options.checkpoint,
             say=lambda sentence: print(f"... {sentence}", file=sys.stderr, flush=True),
             dtype=dtypes[options.dtype],
-            **{name: getattr(options, name) for name in names},
+            **{name: getattr(options, name) for name in ASKED},
         )
     except ValueError as error:
         parse.error(str(error))
@@ -89,8 +103,7 @@ def as_json(answer: Any) -> Dict[str, Any]:
         }
         for row in answer.rows
     ]
-    names = ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora")
-    asked = {**{name: getattr(answer.question, name) for name in names}, "dtype": str(answer.question.dtype)}
+    asked = {**{name: getattr(answer.question, name) for name in ASKED}, "dtype": str(answer.question.dtype)}
     known = {"model": answer.model, "elements": answer.elements, "trained": answer.trained}
     return {**known, **asked, "rows": rows, "left_out_gib": answer.left_out, "notes": answer.notes}
 

@@ -27,6 +27,7 @@ from ...features.blocks.parameters import modules_outside
 from .graphs import trace
 from .head import Form, form_of, with_form
 from .liveness import bytes_of
+from .long_sequences import InputsOnHost, Pieces, Unsuitable, in_tiles, loss_in_tiles, mlp_of, split_at
 
 
 class Moment(NamedTuple):
@@ -45,6 +46,7 @@ class Activations(NamedTuple):
     forward: List[Moment]
     backward: List[Moment]
     inputs: int  # bytes of the batch
+    on_host: int = 0  # bytes of the host's memory for inputs of layers
 
 
 # Stands for a tensor among other leaves of a tree.
@@ -162,8 +164,9 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 class Run:
     """Runs a model whose parameters are fake tensors."""
 
-    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None]):
-        self._model, self.blocks, self._say = model, blocks, say
+    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None], pieces: Pieces):
+        self._model, self.blocks, self._say, self._pieces = model, blocks, say, pieces
+        self._on_host = InputsOnHost()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._graphs: Dict[Any, Any] = {}
         self._memory = Memory()
@@ -185,8 +188,11 @@ class Run:
             own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
         """
         self._budget = budget
+        if self._pieces.mlp_tiles and not self.blocks:
+            raise Unsuitable("the model is one graph, which tiles would cut apart; ask without tiles of MLPs")
         model, memory = self._model, Memory()
         self._memory = memory
+        self._on_host = InputsOnHost()
         memory.ignore([*model.parameters(), *model.buffers(), *batch.values()])
         handles = [
             parameter.register_post_accumulate_grad_hook(self._gradient_of_autograd)
@@ -207,11 +213,11 @@ class Run:
         finally:
             for handle in handles:
                 handle.remove()
-        return Activations(forward, backward, sum(map(bytes_of, batch.values())))
+        return Activations(forward, backward, sum(map(bytes_of, batch.values())), self._on_host.pinned())
 
     def _gradient_of_autograd(self, parameter):
-        # A graph gives its gradients to the reducer, and autograd gets none.
-        if parameter.grad is not None:
+        # A graph gives its gradients to the reducer, and autograd gets none. Tiles add up theirs, and then say so.
+        if parameter.grad is not None and getattr(parameter, "ds_grad_is_ready", True):
             self._memory.end_moment(self._names[id(parameter)], -bytes_of(parameter.grad))
             parameter.grad = None
 
@@ -224,12 +230,13 @@ class Run:
         )
 
         def run(*args, **kwargs):
-            if checkpoint:
-                # Transformers also keeps the generator's state by default.
-                run_again = functools.partial(run_compiled, **kwargs)
-                return torch.utils.checkpoint.checkpoint(run_again, *args, use_reentrant=False)
-            if checkpoints and block.gradient_checkpointing and block.training:
-                return getattr(block, CHECKPOINT)(functools.partial(run_compiled, **kwargs), *args)
+            with self._on_host.hooks() if self._pieces.inputs_on_host else _NOTHING:
+                if checkpoint:
+                    # Transformers also keeps the generator's state by default.
+                    run_again = functools.partial(run_compiled, **kwargs)
+                    return torch.utils.checkpoint.checkpoint(run_again, *args, use_reentrant=False)
+                if checkpoints and block.gradient_checkpointing and block.training:
+                    return getattr(block, CHECKPOINT)(functools.partial(run_compiled, **kwargs), *args)
             return run_compiled(*args, **kwargs)
 
         def run_compiled(*args, **kwargs):
@@ -247,12 +254,28 @@ class Run:
             key = _key(block, held, tensors, others, self._budget)
             if key not in self._graphs:
                 self._say(f"tracing a {type(block).__name__}")
-                graphs = self._trace(function, held, tensors, False)
-                self._graphs[key] = graphs, made[-1]
+                traced = self._trace_block(function, mlp, held, tensors)
+                self._graphs[key] = traced, made[-1]
             graphs, result_of = self._graphs[key]
-            return result_of(self._apply(graphs, held, tensors, number))
+            results = self._apply(graphs[0], held, tensors, number)
+            if tiles:
+                x, *passed = results
+                results = self._apply(graphs[1], held, [*tensors, *passed, in_tiles(mlp, x, tiles)], number)
+            return result_of(results)
 
+        tiles = self._pieces.mlp_tiles
+        mlp = mlp_of(block) if tiles else None
         return run
+
+    def _trace_block(self, function, mlp, held, tensors):
+        """Returns a block's graph, or both of a block whose graph ends at its MLP."""
+        if mlp is None:
+            return [self._trace(function, held, tensors, False)]
+        with _uncounted(held):
+            parts = split_at(function, mlp, held, tensors)
+            before = self._trace(parts.before, held, tensors, False)
+            x, *passed = [_like(value).requires_grad_(value.is_floating_point()) for value in before.outputs]
+            return [before, self._trace(parts.behind, held, [*tensors, *passed, x], False)]
 
     def _trace(self, function, parameters, tensors, is_cut):
         with _uncounted(parameters):
@@ -268,6 +291,7 @@ class Run:
         loss."""
         model = self._model
         parents = parents_of(model, self.blocks)
+        calls_blocks = any(parent is model for parent in parents)
         outputs: List[Any] = []
         if parents:
             with contextlib.ExitStack() as stack, contextlib.suppress(_Enough):
@@ -275,9 +299,16 @@ class Run:
                     noted = _noted(parent.forward, outputs, len(parents))
                     stack.enter_context(patch.object(parent, "forward", noted))
                 model(**batch)
-            if any(parent is model for parent in parents):
+            if calls_blocks and not self._pieces.loss_tiles:
                 # All code around the blocks runs uncompiled.
                 return loss_of(outputs.pop())
+        if self._pieces.loss_tiles:
+            # The user's code calls what calls the blocks, and computes head and loss of what this returns.
+            leaves = [] if calls_blocks else pytree.tree_leaves(outputs)
+            hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+            outputs.clear()
+            del leaves
+            return loss_in_tiles(model, hidden, self._pieces.loss_tiles)
         held = _held(modules_outside(model, self.blocks), recurse=False)
         tensors, _, outputs_and_batch_of = _split((outputs, batch))
         outputs.clear()

@@ -71,6 +71,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
     peak = f'The peak of "{shown.mode.name}" on rank {shown.rank}, {shown.peak / GIB:.2f} GiB: {made_of}.'
     notes = [peak, *answer.notes]
+    if shown.on_host:
+        notes.append(f"Inputs of layers take {shown.on_host / GIB:.1f} GiB of the host's memory for each GPU, pinned.")
     if shown.mode.eight_bit:
         notes.append("8-bit states round Adam's moments; --all shows modes without them.")
     notes.append(
@@ -80,8 +82,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     notes.append(
         f"Off the {asked.memory:g} GB, which a GPU shows as GiB, go {left_out} (measured on 1 and 2 H200s). Beyond "
-        f"the peak torch reserved up to {RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%}: "
-        'what leaves less is "tight".'
+        f"the peak torch reserved up to {answer.reserved(shown.mode):.0%} of it, and of FSDP2's "
+        f'{RESERVED["fsdp2"]:.0%}: what leaves less is "tight".'
     )
     if not shows_all:
         notes.append("--all prints every mode, with the lines to write for each.")

@@ -25,6 +25,7 @@ from ...features.update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
+from .long_sequences import Pieces, Unsuitable
 from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
 
 GIB = 2**30
@@ -41,7 +42,7 @@ SHOWN = 0.985
 CONTEXT, NCCL = 1.81, 0.71
 # The memory that the allocator reserved beyond the peak, as a part of the peak: the most in docs/results/tables.md's
 # tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
-RESERVED = {"fork": 0.23, "fsdp2": 0.36}
+RESERVED = {"fork": 0.23, "fork in tiles": 0.34, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
 # Where no mode fits, up to so many GPUs are tried.
 MOST_GPUS = 256
@@ -62,6 +63,7 @@ class Row(NamedTuple):
     phase: str
     rank: int  # the rank with the highest peak
     parts: Dict[str, int]  # the parts of the peak: name -> bytes
+    on_host: int = 0  # bytes of the host's memory for inputs of checkpointed layers
 
 
 class Answer(NamedTuple):
@@ -97,7 +99,12 @@ class Answer(NamedTuple):
             return "no"
         if row.forward is None:
             return "unknown"
-        return "yes" if self.spare(row) >= RESERVED[row.mode.system] * row.peak / GIB else "tight"
+        return "yes" if self.spare(row) >= self.reserved(row.mode) * row.peak / GIB else "tight"
+
+    def reserved(self, mode: Mode) -> float:
+        """Returns what the allocator has been seen to reserve beyond the peak, as a part of it."""
+        has_tiles = self.question.mlp_tiles or self.question.loss_tiles
+        return RESERVED["fork in tiles" if has_tiles and mode.system == "fork" else mode.system]
 
 
 def _left_out(question):
@@ -161,7 +168,8 @@ class Subject:
         self._say = say
         self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
         self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
-        self._runs = {by_blocks: Run(model, self.of(by_blocks), say) for by_blocks in (False, True)}
+        pieces = Pieces(question.inputs_on_host, question.mlp_tiles, question.loss_tiles)
+        self._runs = {by_blocks: Run(model, self.of(by_blocks), say, pieces) for by_blocks in (False, True)}
         named = dict(self.model.named_parameters())
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.names = list(self.trained)
@@ -201,6 +209,8 @@ class Subject:
                 batch = make_batch(question.micro_batch or 1, question.sequence or 1)
                 self._say(f"estimating activations: {mode.name}")
                 self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+        except Unsuitable:
+            raise
         except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
             if _is_own(error):
                 raise
@@ -483,7 +493,7 @@ def _of_fork(subject, mode, activations, question):
     forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
-    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, 0, parts)
+    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, 0, parts, activations.on_host)
 
 
 def _of_fsdp2(subject, mode, activations, question):

@@ -9,6 +9,7 @@ tensors as on a GPU, so no GPU is needed.
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule
 
 from ...features.activation_budget.split import split_joint
@@ -93,8 +94,7 @@ def trace(
         decompositions=select_decomp_table(),
         keep_inference_input_mutations=True,
     )
-    # Replace the hooks of checkpointing, which would take the traced function for a part of the block.
-    with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+    with without_hooks():
         results = compiled(*map(_alike, (*parameters, *inputs)))
     return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters))
 
@@ -110,6 +110,11 @@ def _largest_product(graph: Graph) -> Optional[Product]:
                 size = left.meta["val"].element_size()
                 found.append(Product(rows, inner, columns, size, inputs.index(base)))
     return max(found, key=lambda product: product.rows * product.columns, default=None)
+
+
+def without_hooks() -> saved_tensors_hooks:
+    """Returns a context without the hooks of checkpointing, which would take what runs in it for a part of a block."""
+    return saved_tensors_hooks(_as_it_is, _as_it_is)
 
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import operator
 from typing import Any, Callable, NamedTuple, Optional, Sequence
 
 import torch
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -32,7 +32,7 @@ class Form(NamedTuple):
     unused: int = 0  # bytes of zeros that autograd passes for other results than the loss, if the graph is not cut
 
 
-class _Recorder(TorchFunctionMode):
+class Recorder(TorchFunctionMode):
     """Records calls of torch's functions as the graph that Dynamo would make of them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
@@ -40,9 +40,10 @@ class _Recorder(TorchFunctionMode):
         self.graph, self._nodes = Graph(), {}
         self.inputs = []
         for tensor in tensors:
-            self._node_of(tensor)
+            self.node_of(tensor)
 
-    def _node_of(self, tensor):
+    def node_of(self, tensor: torch.Tensor) -> Node:
+        """Returns the node of a tensor, which is an input of the graph if nothing has recorded how it was made."""
         if id(tensor) not in self._nodes:
             inputs = self.graph.find_nodes(op="placeholder")
             with self.graph.inserting_after(inputs[-1]) if inputs else self.graph.inserting_before():
@@ -63,7 +64,7 @@ class _Recorder(TorchFunctionMode):
             "_set_grad_enabled",
         ):
             return result
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self.node_of, (args, kwargs))
         if name == "__get__":
             node = self.graph.call_function(getattr, (args[0], func.__self__.__name__))
         elif name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
@@ -84,7 +85,7 @@ class _Recorder(TorchFunctionMode):
 
     def finish(self, results: Sequence[torch.Tensor]) -> GraphModule:
         """Returns the graph, which returns these results."""
-        self.graph.output(tuple(map(self._node_of, results)))
+        self.graph.output(tuple(map(self.node_of, results)))
         return GraphModule({}, self.graph)
 
 
@@ -104,7 +105,7 @@ def form_of(
     # Copy the tensors: nodes of a graph refer to each other, and would keep the counted tensors until Python collects
     # garbage.
     tensors = [torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors]
-    recorder = _Recorder((*parameters, *tensors))
+    recorder = Recorder((*parameters, *tensors))
     with recorder:
         result = call(*parameters, *tensors)
         loss = loss_of(result)
@@ -145,8 +146,8 @@ def _in_chunks(graphs):
     chunk = product.rows * (rows.stop - rows.start) * product.element_size
     is_trained = any(moment.gradient == product.parameter for moment in graphs.backward)
     weight = product.inner * product.columns * product.element_size if is_trained else 0
-    # The sum over chunks is in fp32.
-    most = chunk + _FP32 * hidden + weight
+    # The sum over chunks is in fp32. Behind the last chunk it is copied in the dtype of the hidden states.
+    most = max(chunk, product.element_size * hidden) + _FP32 * hidden + weight
     rest = [moment._replace(most=min(moment.most, most)) for moment in graphs.backward if moment.gradient is not None]
     rest = [moment for moment in rest if moment.gradient != product.parameter]
     complete = Moment(most, _FP32 * hidden, product.parameter if is_trained else None)

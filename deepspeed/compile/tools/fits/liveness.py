@@ -125,7 +125,8 @@ def _life(gm: GraphModule, owned: Dict[Any, Saved], parameters: int) -> Life:
         if name in owned:
             # What the graph returns has no end.
             last[owned[name].memory] = max(last.get(owned[name].memory, 0), len(kernels) if end < 0 else end)
-        elif name not in inputs:
+        elif name not in inputs and (end != buffer.start_step or kernels[end].is_extern()):
+            # A value that only its own kernel reads has no memory.
             made[buffer.start_step].append((name, buffer.size_alloc))
             if name in gradients:
                 complete[buffer.start_step].append((buffer.size_free, gradients[name]))

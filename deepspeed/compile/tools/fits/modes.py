@@ -33,11 +33,15 @@ class Question:
     overlap: bool = True  # whether buckets travel while the backward goes on
     regional: Any = None  # ``compile.regional_compilation``
     copy_engines: Optional[bool] = None  # ``compile.copy_engines``
+    inputs_on_host: bool = False  # whether inputs of checkpointed layers are on the host
+    # mlp_tiles, loss_tiles: into how many tiles of tokens DeepSpeed cuts each MLP, and head and loss; None: none.
+    mlp_tiles: Optional[int] = None
+    loss_tiles: Optional[int] = None
 
     def __post_init__(self) -> None:
         if not self.memory > 0:
             raise ValueError(f"memory={self.memory!r} is not above 0; use the real number")
-        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora"):
+        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora", "mlp_tiles", "loss_tiles"):
             value = getattr(self, name)
             # Torch counts the bytes of all of these together in 64 bits.
             if value is not None and not 1 <= value <= MOST:
@@ -165,6 +169,8 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
         if (question.gpus > 1 or not mode.shard_parameters)
         and (mode.shard_parameters != "frozen" or has_frozen)
         and (has_blocks or not mode.by_blocks)
+        # DeepSpeed's tiles tell ZeRO when a gradient is complete.
+        and (mode.system == "fork" or not (question.mlp_tiles or question.loss_tiles))
         and (question.dtype == torch.bfloat16 or not mode.remainders)
     ]
     if question.accumulation == 1:

@@ -26,6 +26,8 @@ from .options import check_options, overlaps_reduction
 from .state import EngineState
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from ...config import CompileConfig
@@ -96,6 +98,8 @@ def _set_up(request):
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
+        if optimizer.bit16_groups_flat[0].is_cpu:
+            agree_whether_to_hold(reducer, group)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
         try:
             for carry in overriding(features, "carry"):
@@ -127,6 +131,18 @@ def make_reducer(request: Request, identity: int) -> Reducer:
         synchronize_after=request.options.sync_after_reduce,
         hold_on_cpu=any(cls.meets_in_backward for cls in classes() if cls.is_wanted(request)),
     )
+
+
+def agree_whether_to_hold(reducer: Reducer, group: "ProcessGroup") -> None:
+    """Makes all reducers hold buckets on a CPU if a reducer of any rank asks for it.
+
+    An engine that nobody destroyed asks until Python collects it, which each rank does at another time. A rank that
+    holds a bucket may wait, in a backward, for ranks that wait for the bucket.
+    """
+    asks = torch.tensor([reducer.some_want_to_hold()], dtype=torch.int64)
+    with collective("agree whether to hold gradients until a backward has run"):
+        torch.distributed.all_reduce(asks, torch.distributed.ReduceOp.MAX, group)
+    reducer.hold_on_cpu(bool(asks))
 
 
 def register_parameters(

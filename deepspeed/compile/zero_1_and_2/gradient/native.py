@@ -38,6 +38,9 @@ class Reducer(Protocol):
     @property
     def identity(self) -> int: ...
 
+    def some_want_to_hold(self) -> bool: ...
+    def hold_on_cpu(self, holds: bool) -> None: ...
+
     def add_group(
         self,
         process_group: ProcessGroup,
