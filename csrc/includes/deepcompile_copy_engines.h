@@ -252,7 +252,7 @@ public:
     /// order. wait() of the work makes the current stream wait.
     c10::intrusive_ptr<c10d::Work> gather(const std::vector<at::Tensor>& runs, const std::vector<at::Tensor>& shards);
     /// Makes the current stream wait until all peers have pulled what gather() sends. After it, this rank may write its
-    /// shards again. A reduce() after the gather(), once awaited, has the same effect.
+    /// shards again.
     void before_write();
 
     /// Waits for this carrier's streams, and lets go of the words.
@@ -286,7 +286,6 @@ private:
     std::mutex mutex_;
     std::vector<MappedMemory> flats_;
     std::vector<std::optional<c10::Event>> events_;
-    std::optional<c10::Event> last_gather_;
     uint32_t portions_ = 0;  ///< how many were reduced
     uint32_t gathers_begun_ = 0;
 };
