@@ -52,12 +52,11 @@ def entries_of(optimizer, group, alike):
 
 def alike_in_partitions(optimizer, group):
     """Lists parameters of equal shape that DeepSpeed's own partitions have whole, of all ranks. All ranks call it."""
-    numbers = entries_of(optimizer, group, []).numbers
-    views = [(number, view) for number, view in zip(numbers, optimizer.averaged_gradients[group]) if number is not None]
+    views, parameters = optimizer.averaged_gradients[group], optimizer.round_robin_bit16_groups[group]
     whole = [
         (number, view.shape)
-        for number, view in views
-        if view.numel() == optimizer.round_robin_bit16_groups[group][number].numel()
+        for number, view in zip(entries_of(optimizer, group, []).numbers, views, strict=True)
+        if number is not None and view.numel() == parameters[number].numel()
     ]
     pairs = [(one, other) for (one, shape), (other, same) in itertools.combinations(whole, 2) if shape == same]
     of_ranks = [None] * dist.get_world_size()

@@ -54,7 +54,7 @@ def test_a_profile_names_the_stages(ranks):
         "deepcompile::bind": 3,
         "deepcompile::finish_backward": 1,
         # Marks of what memory is for. The first order begins with the last parameter, so two gradients wait. All
-        # targets are copies out of one shard. Gradients are dropped when they lie in one message, which is dropped too.
+        # targets are copies out of one shard. What gradients were packed in is dropped, and later the message.
         "deepcompile::waiting": 2,
         "deepcompile::bound": 3,
         "deepcompile::dropped": 2,

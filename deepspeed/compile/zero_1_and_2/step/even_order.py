@@ -225,7 +225,8 @@ def _per_element(state, *numels):
 def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states: Collection[int]) -> None:
     """Puts master weights, states and parameters into the order of layouts, unless they are. All ranks call it.
 
-    The optimizer's class becomes an :class:`EvenOrder`, unless it is one. A group's parameters are in memory twice meanwhile.
+    The optimizer's class becomes an :class:`EvenOrder`, unless it is one. A group's parameters are in memory twice
+    meanwhile.
 
     Args:
         whole_states: indices of the groups whose states belong to no element.
