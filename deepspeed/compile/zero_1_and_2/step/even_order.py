@@ -251,7 +251,8 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
     optimizer._link_in_base_order()
     optimizer._param_slice_mappings = optimizer._create_param_mapping()
     optimizer._forget_partitions_of_base()
-    optimizer._link_all_hp_params()
+    # Mixins of parts link what they keep themselves when they are ready.
+    EvenOrder._link_all_hp_params(optimizer)
 
 
 def _adopt_group(optimizer, group, order):
