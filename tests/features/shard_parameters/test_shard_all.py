@@ -314,7 +314,7 @@ def compare_turning():
 
 
 def test_a_parameter_taken_for_complex_numbers(ranks):
-    """A backward would read the parameter in its own dtype, or another one: complex numbers have half of the offset."""
+    """A backward would read the parameter in its own dtype, or another one: complex numbers have half the offset."""
     results = ranks(2).run(compare_turning, timeout=100)
     assert all(equal == [True, True, True] for equal, _ in results) and all(is_within for _, is_within in results)
 
