@@ -235,7 +235,8 @@ def test_one_rank_cannot_compile_the_pass(ranks):
 
 def test_an_all_gather_waits_for_all_ranges(ranks):
     """Where all parameters are gathered at once, those would be sent that are not stepped yet."""
-    case = Case(adam=True, dtype="bf16", model="BlocksWithin")
+    at_once = {"compile": {"overlap_param_gather": False}}
+    case = Case(adam=True, dtype="bf16", model="BlocksWithin", config=at_once)
     overlapped = dataclasses.replace(case, config=OVERLAPPED)
     for (done, total), (_, same) in zip(
         ranks(2).run(order_of_a_step, case), ranks(2).run(order_of_a_step, overlapped), strict=True
