@@ -34,7 +34,7 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
-    "as_it_is",
+    "as_they_are",
     # Where a part puts what carries gradients in another way than the core.
     "set_carrier",
 }
