@@ -438,11 +438,10 @@ def gradients_within_a_step(case):
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
     """A list of gradients that a step keeps to its end would hold those of the whole model."""
-    found = ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers"))
-    for counts in found:
-        assert counts == sorted(counts, reverse=True) and counts[-1] <= 2
-    # The first rank has all of a small parameter.
-    assert found[0][0] > 5
+    # No parameter is so small that the first rank has all of it.
+    for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="AlignedBlocksWithin")):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
 
 
 def copies_kept(case, one_pass):
