@@ -47,7 +47,7 @@ class Measured(NamedTuple):
         figures: of the phases "forward", "backward", "step", "peak", and "at_rest".
         layers, seq, micro_batch, accumulation, lora: as benchmarks.measure has them; layers 0: all of the shape.
         mode: what differs from ``Mode``'s defaults.
-        pieces: what else differs from ``Question``'s.
+        pieces: what else differs from ``Question``'s. NCCL carried gradients unless it says otherwise.
     """
 
     page: str
@@ -224,7 +224,8 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
         shape = SHAPES[run.shape]
         shape = dataclasses.replace(shape, num_hidden_layers=run.layers or shape.num_hidden_layers)
         asked = {name: getattr(run, name) for name in ("gpus", "micro_batch", "accumulation", "lora")}
-        question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked, **run.pieces)
+        pieces = {"copy_engines": False} | run.pieces
+        question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked, **pieces)
         key = shape, run.lora, str(run.pieces)
         if key not in subjects:
             subjects[key] = estimate.Subject(_make(shape), question, lambda sentence: None)
