@@ -45,7 +45,9 @@ def write_counters(engine: "DeepSpeedEngine") -> None:
     # On a CPU, DeepSpeed's accelerator reports the memory of the whole process, and no peak.
     if accelerator.device_name() != "cpu":
         # It stays from set-up to end.
-        uncounted = sum([feature.uncounted_bytes for feature in state_of(engine).features])
+        uncounted = 0
+        for feature in state_of(engine).features:
+            uncounted += feature.uncounted_bytes
         values["memory/peak_allocated"] = accelerator.max_memory_allocated() + uncounted
         values["memory/peak_reserved"] = accelerator.max_memory_reserved() + uncounted
         accelerator.reset_peak_memory_stats()
