@@ -265,8 +265,8 @@ def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
 def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
     """``shard_parameters: "all"``: units are gathered for the forward, and blocks again for the backward.
 
-    On many ranks the last block stays whole until its backward, as the code that trains decides. Gathers and reductions
-    share the network, so one follows the other, although they have two communicators.
+    On many ranks the last block stays whole until its backward, as the code that trains decides. Gathers and
+    reductions share the network, so one follows the other, although they have two communicators.
     """
     units = sharded_gathers(case.model, ranks)
     took = [cluster.compare(ranks) + _to_all(cluster, unit, ranks) for unit in units]

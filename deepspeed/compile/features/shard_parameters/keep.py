@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 STEPS_BEFORE = 2
 # Part of a device's memory that is left free, because an allocator cannot use all of it.
 LEFT_FREE = 0.05
-# From so many ranks on, the last block stays by default. The backward begins with it, so nothing hides its gather, which
-# takes the longer the more ranks there are (docs/results/scale.md).
+# From so many ranks on, the last block stays by default. The backward begins with it, so nothing hides its gather,
+# which takes the longer the more ranks there are (docs/results/scale.md).
 KEEP_LAST_FROM = 256
 
 
