@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from deepspeed.compile.features.copy_engines.carrier import device_bytes
+from deepspeed.compile.features.shard_parameters import keep
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.tools.fits import __main__ as command
 from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
@@ -296,6 +297,14 @@ def test_blocks_that_stay_whole():
     less = rows_that_keep("fit", memory=1e-6 + taken / (0.95 * estimate.SHOWN))["fit: 3 of 8 blocks"]
     assert (less.mode.pace, less.peak) == (modes.SHARDED, peaks[-2])
     assert '"keep_gathered": "fit"' in ", ".join(less.lines) and "fit" in rows_that_keep("fit", memory=2.0)
+
+
+def test_blocks_that_stay_whole_by_default(monkeypatch):
+    """On many ranks the last block stays where the configuration says nothing, and would not be counted."""
+    assert (keep.kept_by_default(keep.KEEP_LAST_FROM - 1), keep.kept_by_default(keep.KEEP_LAST_FROM)) == (0, 1)
+    monkeypatch.setattr(estimate, "kept_by_default", lambda ranks: 4 * ranks)
+    rows = rows_that_keep(None, 0, 8)
+    assert rows["0"].peak < rows["8"].peak == rows["None"].peak
 
 
 class Twice(Small):
