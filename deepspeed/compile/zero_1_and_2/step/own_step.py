@@ -3,7 +3,7 @@
 """Steps ranges of a partition, or all of it at once, by the optimizer's own ``step()``."""
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -59,6 +59,9 @@ class OwnStep:
         # States and settings that belong to no element. Each range counts the step, so the last range's are right.
         self._scalars: Dict[str, Any] = {}
         self._settings: Dict[str, Any] = {}
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         last = end_of_range(self._whole, first, limit)
@@ -117,6 +120,9 @@ class WholeStep:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
         self._optimizer, self._group = optimizer, group
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         optimizer, inner = self._optimizer, self._optimizer.optimizer

@@ -85,10 +85,9 @@ class PartitionGradient:
             return parts[0][1]
         return self._gather(parts, first, last)
 
-    def as_they_are(self, first: int, last: int) -> List[Tuple[int, torch.Tensor]]:
-        """Lists (offset in the partition, 1-D elements) of the gradients in [first, last), in their own memory and
-        dtype, not scaled. What the list leaves out is padding."""
-        return self._parts(first, last) if self._flat is None else [(first, self._flat[first:last])]
+    def as_they_are(self, first: int, last: int) -> List[torch.Tensor]:
+        """Returns what keeps the memory of the gradients in [first, last), for a caller that knows where they lie."""
+        return [] if self._flat is not None else [gradient for _, gradient in self._parts(first, last)]
 
     def _gather(self, parts, first, last):
         """Copies the parts of [first, last) together."""
