@@ -20,7 +20,7 @@ class Options(BaseModel):
     keep_gathered: Union[int, Literal["fit"], None] = None
     """How many blocks stay whole from their forward to their backward, the last ones of the forward first, so that the
     backward need not gather them again. ``"fit"`` keeps, from the third step on, as many as fit into the memory that
-    no rank needed in the first two. By default (null), none."""
+    no rank needed in the first two. By default (null), none, and from 256 ranks on the last one of ``"all"``."""
 
     @field_validator("keep_gathered", mode="before")
     @classmethod
