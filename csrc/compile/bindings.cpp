@@ -240,6 +240,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     m.def("could_not", &deepcompile::could_not);
     py::class_<deepcompile::Carrier, std::shared_ptr<deepcompile::Carrier>>(m, "Carrier");
     deepcompile::bind_copy_engines(m.def_submodule("copy_engines"));
+    // No public function of torch in Python tells how many tensors, NumPy arrays and others have a storage.
+    m.def("users_of_storage", [](const at::Storage& storage) { return storage.use_count(); });
 
     using deepcompile::HandedOver;
     py::class_<HandedOver, std::shared_ptr<HandedOver>>(m, "HandedOver")

@@ -12,9 +12,9 @@ def log_info(text: str) -> None:
     log_dist(text, ranks=[0], level=logging.INFO)
 
 
-def log_notice(text: str) -> None:
-    """Logs a line at level INFO on rank 0 that DeepSpeed shows by default, as it shows warnings."""
-    message = get_dist_msg(text, ranks=[0])
+def log_notice(text: str, rank: int = 0) -> None:
+    """Logs a line at level INFO on one rank that DeepSpeed shows by default, as it shows warnings."""
+    message = get_dist_msg(text, ranks=[rank])
     if message is not None and logger.isEnabledFor(logging.WARNING):
         file, line, function, _ = logger.findCaller()
         record = logger.makeRecord(logger.name, logging.WARNING, file, line, message, (), None, function)

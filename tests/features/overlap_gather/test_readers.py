@@ -181,6 +181,48 @@ def test_readers(ranks, tmp_path):
         assert sum(compilations) <= 2 and compilations[-1] == 0
 
 
+def arrived_behind_steps(module, engine, kept, step):
+    """Largest error of memory that somebody keeps, and how many units were on their way behind each of two steps."""
+    errors, on_their_way = [], []
+    for index in (step, step + 1):
+        train(engine, index)
+        read = [value.clone() for value in kept]
+        on_their_way.append(len(engine.optimizer._deepcompile.gather._works))
+        wait_for_parameters(engine)
+        errors.append(relative_error(read, [*module.parameters()][: len(read)]))
+    return max(errors, default=0.0), on_their_way
+
+
+def keep_memory(case):
+    """What :func:`arrived_behind_steps` finds while memory is kept by nobody, an average, a view and nobody."""
+    torch.manual_seed(0)
+    module, found = Around().to(device()), []
+    engine = make_engine(module, case)
+    train(engine, 0)
+    with one_rank_late(DELAY):
+        found.append(arrived_behind_steps(module, engine, [], 1))
+        found.append(arrived_behind_steps(module, engine, [parameter.data for parameter in module.parameters()], 3))
+        found.append(arrived_behind_steps(module, engine, [next(module.parameters()).detach()[:]], 5))
+        found.append(arrived_behind_steps(module, engine, [], 7))
+        # As a program does that swaps averages in: as many tensors leave the memory as come in.
+        kept = [parameter.data for parameter in module.parameters()]
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+        found.append(arrived_behind_steps(module, engine, kept, 9))
+    engine.destroy()
+    return found
+
+
+def test_kept_memory(ranks):
+    """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
+    for found in ranks(2).run(keep_memory, Case(config={})):
+        assert [error for error, _ in found] == [0.0] * 5
+        # Without such readers the next forward begins under the gather.
+        (_, before), *waits, (_, behind), swapped = found
+        waits.append(swapped)
+        assert all(before) and all(behind) and not any(sum(on_their_way) for _, on_their_way in waits)
+
+
 def clip(module):
     for parameter in module.parameters():
         parameter.data.clamp_(-0.1, 0.1)

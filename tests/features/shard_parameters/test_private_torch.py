@@ -26,11 +26,11 @@ from deepspeed.compile.features.shard_parameters.private_torch import (
     saving_hooks,
     takes_saving_hooks,
     trace_again,
-    users_of,
     version_of,
     without_torch_function,
 )
 from deepspeed.compile.zero_1_and_2.gradient.backward import in_backward
+from deepspeed.compile.zero_1_and_2.gradient.native import users_of
 
 pytestmark = pytest.mark.quick
 

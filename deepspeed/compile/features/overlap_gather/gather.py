@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, List, NamedTup
 
 from torch.nn import Parameter
 
+import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, Place
+from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.carrier import carrier_of
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .arriving import Arrival, can_be_marked, mark, unmark
+from .kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+KEPT = (
+    "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
+    "keep the parameters instead"
+)
 
 
 class Runs(NamedTuple):
@@ -90,6 +98,18 @@ class OverlappedGather(AllGather):
         self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
+        self._kept = KeptMemory(optimizer)
+        # Whether somebody could read parameters of the current step without waiting, and whether the user knows.
+        self._is_kept = self._has_said_so = False
+
+    def before_step(self) -> None:
+        # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
+        self.wait_all()
+        before, self._is_kept = self._is_kept, self._kept.is_kept()
+        # Not at the first time: what the first step has compiled may keep memory until Python collects it.
+        if before and self._is_kept and not self._has_said_so:
+            log_notice(KEPT, dist.get_rank())
+            self._has_said_so = True
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Returns where the first unit lies in this rank's partition of a parameter group: [first, last) in elements.
@@ -121,7 +141,7 @@ class OverlappedGather(AllGather):
         with collective(PURPOSE):
             for index in range(1, len(self._runs)):
                 self._note_sent(index, self._gather(index))
-        self.wait(self._not_overlapped)
+        self.wait(sorted(self._works) if self._is_kept else self._not_overlapped)
 
     def _note_sent(self, unit, works):
         if not works:

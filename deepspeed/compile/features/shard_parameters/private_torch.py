@@ -61,7 +61,7 @@ def apply_to_tensors(module: Module, function: Callable[[torch.Tensor], torch.Te
 def holders_of(tensor: torch.Tensor) -> int:
     """Counts what keeps a tensor, where all variables of Python count as one: autograd and torch's C++ objects.
 
-    Outside of hooks autograd saves a leaf itself, and not a view of its memory, so :func:`users_of` does not count it.
+    Outside of hooks autograd saves a leaf itself, and not a view of its memory, so ``users_of()`` does not count it.
     Torch uses this count itself, for ``swap_tensors()``.
     """
     return tensor._use_count()
@@ -76,19 +76,6 @@ def address_of(storage: torch.UntypedStorage) -> int:
     ``data_ptr()`` is 0 of every storage whose memory was given back, and Python's object of a storage comes and goes.
     """
     return storage._cdata
-
-
-def users_of(storage: torch.UntypedStorage) -> int:
-    """Counts the tensors, NumPy arrays, collectives and others that have a storage.
-
-    Callers may keep views of a parameter, and no public function tells that they do: memory that is given back while
-    somebody has it is read as garbage, without an error. The caller has one variable of Python with the storage.
-    """
-    tensor = torch.empty(0)
-    alone = tensor.untyped_storage()
-    # How often torch counts one variable, which differs by release.
-    of_variable = torch._C._storage_Use_Count(alone._cdata) - 1
-    return torch._C._storage_Use_Count(storage._cdata) - of_variable
 
 
 # Autograd ----------------------------------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class NativeModule(Protocol):
     ) -> torch.Tensor: ...
     def leads_to_compiled_code(self) -> bool: ...
     def could_not(self, purpose: str, reason: str) -> str: ...
+    def users_of_storage(self, storage: torch.UntypedStorage) -> int: ...
 
 
 @functools.lru_cache(maxsize=1)
@@ -130,3 +131,10 @@ def reducer_module() -> NativeModule:
     torch.library.register_fake("deepcompile::reduce_grad", lambda grad, *_, **__: grad.new_empty(0))
     torch.library.register_fake("deepcompile::end_backward", lambda *_: None)
     return module
+
+
+def users_of(storage: torch.UntypedStorage) -> int:
+    """Counts tensors, NumPy arrays and others that have a storage, of which the caller has one variable of Python."""
+    # How often torch counts one variable differs by release.
+    count, alone = reducer_module().users_of_storage, torch.empty(0).untyped_storage()
+    return count(storage) - count(alone)

@@ -21,6 +21,9 @@ class AllGather:
     def __init__(self, optimizer: DeepSpeedZeroOptimizer):
         self._optimizer = weakref.ref(optimizer)
 
+    def before_step(self) -> None:
+        """Called on every rank when a step begins, before it makes views of the flat tensors."""
+
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Lists the spans to step before all others, because :meth:`start_first` can send them: [first, last) in
         elements of this rank's partition of a parameter group."""

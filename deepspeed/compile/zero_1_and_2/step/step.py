@@ -46,6 +46,7 @@ def run(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 def _run(optimizer):
     deepcompile = optimizer._deepcompile
+    deepcompile.gather.before_step()
     deepcompile.reducer.compare_and_await_targets()
     deepcompile.backward.read_entries()
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
