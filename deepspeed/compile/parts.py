@@ -27,6 +27,7 @@ NAMES = (
     "fixes.base",
     "tools.memory_picture",
     "features.activation_budget",
+    "features.checkpoints",
     "features.blocks",
     "fixes.model_code",
     "tools.reports",

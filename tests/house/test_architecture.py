@@ -43,7 +43,7 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
+    "_hp_optimizer_states_linked": {"features.checkpoints.linked_states", "features.checkpoints.feature"},
     "offload_gradient_dict": {"zero_1_and_2.parameter.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
@@ -59,7 +59,7 @@ WRITERS = {
     "state": {
         "zero_1_and_2.step.rule": "what a rule has made for a partition",
         "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
-        "zero_1_and_2.step.even_order": "those of a partition in another order, while it is saved or loaded",
+        "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
         "features.update.states": "in the form of 8 bits, of what was loaded",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
@@ -76,10 +76,7 @@ WRITERS = {
         "features.update.states": "refuses to set a state in 8 bits",
         "features.update.links": "sets parameter and remainder",
     },
-    "lp_fragment": {
-        "zero_1_and_2.step.even_order": "leads to this rank's shard, and leaves the graph out",
-        "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
-    },
+    "lp_fragment": {"features.checkpoints.in_base_order"},
     "torch._dynamo.config": {
         "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",

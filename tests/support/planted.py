@@ -408,13 +408,13 @@ FAULTS = {
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
         "gradients of the micro-batches before a checkpoint was loaded are in the next step",
-        CORE + "step/optimizer.py",
+        FEATURES + "checkpoints/feature.py",
         {
             "        self._deepcompile.backward.begin_anew()\n        self._deepcompile.backward.drop_step()\n": (
                 "        self._deepcompile.backward.begin_anew()\n"
             )
         },
-        ("core/test_sent_gradients.py", "core/test_checkpoints.py"),
+        ("core/test_sent_gradients.py", "features/checkpoints/test_checkpoints.py"),
     ),
     "loaded master weights not sent": Fault(
         "with remainders, a rank rounds the master weights that it has loaded, and does not send the parameters",
@@ -430,12 +430,12 @@ FAULTS = {
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        CORE + "step/optimizer.py",
+        FEATURES + "checkpoints/feature.py",
         {
-            "        self._deepcompile.links.forget_places()\n        self._deepcompile.links.link_again(self)\n": (
-                "        self._deepcompile.links.forget_places()\n"
+            "        self._links.forget_places()\n        self._links.link_again(self)\n": (
+                "        self._links.forget_places()\n"
             )
         },
-        ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),
+        ("features/muon/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
     ),
 }

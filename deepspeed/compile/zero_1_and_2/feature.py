@@ -167,7 +167,8 @@ class Feature:
 
     def carry(self, optimizer: "DeepSpeedZeroOptimizer", reducer: "Reducer") -> None:
         """Called on every rank when all ranks have made their parts, before parameters move to our flat tensors. May
-        call collectives. Here a part puts a process group's carrier in place of its collectives."""
+        call collectives. Here a part puts a process group's carrier in place of its collectives: of gradients by
+        ``set_carrier()`` of the reducer, of parameters into ``carriers_of()`` the optimizer."""
 
     def commit(self) -> None:
         """Called on every rank when all ranks have made their parts and the optimizer has their methods. Makes changes
@@ -189,6 +190,8 @@ class Feature:
     transform: Optional[Transform] = None
     # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
     meets_in_backward = False
+    # A subclass of EvenOrder: the optimizer keeps its methods for good, once elements are in our order.
+    in_our_order: Optional[type] = None
     # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 

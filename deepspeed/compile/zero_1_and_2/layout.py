@@ -5,8 +5,7 @@
 Each parameter group has one flat tensor, in which each parameter lies in one place. Each parameter is cut into equal
 shards, one for each rank of its process group: so every rank sends and receives as much as the others, whichever
 parameters are used together. A rank's partition is its shards of all parameters, one after the other. :class:`Layout`
-says which elements are in which partition. Our code asks it alone. On disk partitions are cut as the base cuts them
-(``parameter/order.py``).
+says which elements are in which partition. Our code asks it alone. On disk partitions are cut as the base cuts them.
 """
 
 from typing import Iterable, Iterator, List, NamedTuple, Optional, Tuple

@@ -67,9 +67,7 @@ class Partitions:
         for flat in optimizer.bit16_groups_flat:
             flat.untyped_storage().resize_(0)
         # Links have views of the flat tensor.
-        for group, layout in enumerate(optimizer.even_layouts):
-            for piece in layout.own_pieces():
-                piece.parameter._hp_mapping.lp_fragment = self.own[group].narrow(0, piece.offset, piece.numel)
+        optimizer._link_all_hp_params()
 
 
 class _OfGroup(NamedTuple):

@@ -13,7 +13,6 @@ from ..layout import Layout
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
 from ..step.interrupted import InterruptedStep
-from ..step.linked_states import LinkedStates
 from ..step.own_step import OwnRanges
 from ..step.rule import Rule
 
@@ -42,7 +41,6 @@ class EngineState:
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         self.rules = rules_of(features)
-        self.links = LinkedStates()
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
