@@ -28,6 +28,7 @@ NAMES = (
     "tools.memory_picture",
     "features.activation_budget",
     "features.checkpoints",
+    "features.offload_optimizer",
     "features.blocks",
     "fixes.model_code",
     "tools.reports",

@@ -269,7 +269,7 @@ FAULTS = {
         "a gradient is kept until the whole partition is stepped",
         CORE + "step/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
-        ("core/test_ranges.py",),
+        ("features/update/test_ranges.py",),
     ),
     "count of steps not kept": Fault(
         "Adam corrects the bias of each step in one pass as if it were the first",
@@ -318,16 +318,16 @@ FAULTS = {
     ),
     "half a step forgotten": Fault(
         "an engine goes on after a step that an exception ended while it changed parameters",
-        CORE + "step/interrupted.py",
+        FEATURES + "checkpoints/interrupted.py",
         {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
-        ("core/test_faults.py",),
+        ("features/checkpoints/test_interrupted.py",),
     ),
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
-        CORE + "parameter/host_memory.py",
+        FEATURES + "offload_optimizer/host_memory.py",
         {"own_parameters(optimizer, group).write(first, source)": "own_parameters(optimizer, group).write(0, source)"},
-        ("core/test_offload.py",),
+        ("features/offload_optimizer/test_offload.py",),
     ),
     "forward does not wait": Fault(
         "a block is called before its parameters have arrived, so that its guards fail",

@@ -17,6 +17,7 @@ from typing import (
     Any,
     Callable,
     Collection,
+    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .graph.backend import Backend, Frame
     from .layout import Layout
     from .parameter.gather import AllGather
+    from .parameter.placement import Placement
     from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -186,6 +188,8 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather.
     gather: Optional["AllGather"] = None
+    # Where gradients and new parameters lie, in place of the core's Placement.
+    placement: Optional["Placement"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
     # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
@@ -204,10 +208,18 @@ class Feature:
         """Returns the rules that step partitions, in the order in which they are asked. Called once, before
         :meth:`commit`.
 
-        ``others`` are the rules of the parts before this one. The last of them makes the optimizer itself step ranges.
-        If no rule serves a partition, the optimizer steps the whole partition.
+        ``others`` are the rules of the parts before this one. If no rule serves a partition, the optimizer steps the
+        whole partition.
         """
         return others
+
+    def refuse(self) -> None:
+        """Called before a backward and before a step. Raises RuntimeError if the engine must not train."""
+
+    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
+        """Returns a context of the code of a step that changes parameters. ``engine``: None if only its optimizer
+        still exists."""
+        return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

@@ -3,16 +3,19 @@
 """Checkpoints of DeepSpeed's, and links of parameters with master weights and states. Every engine has this part."""
 
 import weakref
-from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Container, ContextManager, Dict, Optional, Tuple
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.feature import Feature, SetUpContext
 from ...zero_1_and_2.step.optimizer import attached
 from .in_base_order import InBaseOrder
+from .interrupted import InterruptedStep
 from .linked_states import LinkedStates
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     # attach() puts the mixin before this class at run time.
     from ...zero_1_and_2.step.optimizer import StepLocalGradients as _NextClass
 else:
@@ -23,13 +26,17 @@ class SavedBetweenSteps(_NextClass):
     """The methods of the base's ZeRO-1/2 optimizer that save, load and move elements, of an engine that trains."""
 
     @property
-    def _links(self) -> LinkedStates:
+    def _part(self) -> "Checkpoints":
         part = self._deepcompile.find(Checkpoints)
         assert part is not None
-        return part.links
+        return part
+
+    @property
+    def _links(self) -> LinkedStates:
+        return self._part.links
 
     def state_dict(self) -> Dict[str, Any]:
-        self._deepcompile.interrupted_step.refuse()
+        self._part.refuse()
         if self in attached:
             # A set-up that failed half-way may have left master weights in two forms.
             self._deepcompile.refuse()
@@ -42,7 +49,7 @@ class SavedBetweenSteps(_NextClass):
         self._links.forget_places()
         self._links.link_again(self)
         # All parameters have the checkpoint's values now, and a new step begins.
-        self._deepcompile.interrupted_step.forget()
+        self._part.interrupted.forget()
         self._deepcompile.backward.begin_anew()
         self._deepcompile.backward.drop_step()
 
@@ -75,6 +82,7 @@ class Checkpoints(Feature):
 
     Attributes:
         links: of parameters with states.
+        interrupted: refuses to go on after a step that an exception ended while it changed parameters.
     """
 
     in_our_order: Optional[type] = InBaseOrder
@@ -82,10 +90,18 @@ class Checkpoints(Feature):
 
     def __init__(self, context: SetUpContext):
         self.links, self._optimizer = LinkedStates(), weakref.ref(context.optimizer)
+        self.interrupted = InterruptedStep()
+        context.undo.callback(self.interrupted.forget)
 
     def commit(self) -> None:
         # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
         self.links.link_again(self._optimizer())
+
+    def refuse(self) -> None:
+        self.interrupted.refuse()
+
+    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
+        return self.interrupted.changing_parameters(engine)
 
 
 FEATURE = Checkpoints

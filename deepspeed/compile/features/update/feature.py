@@ -17,6 +17,7 @@ from .adam import OnePassAdam, RefuseOwnStep
 from .eight_bit import EightBitAdam
 from .masters import Masters
 from .masters_in_optimizer import RemaindersOfParameters, use_remainders
+from .own_ranges import OwnRanges
 from .remainders_rule import EveryStepAdam, RemaindersAdam
 from .states import StatesOfAdam
 
@@ -90,7 +91,8 @@ class Update(Feature):
             self._masters.send_parameters()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
-        rules = [OnePassAdam(), *others] if self.in_one_pass else others
+        rules = [*others, OwnRanges()]
+        rules = [OnePassAdam(), *rules] if self.in_one_pass else rules
         if self._in_8_bits:
             rules = [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")]
         if self._masters is not None:

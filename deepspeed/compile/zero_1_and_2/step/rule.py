@@ -53,10 +53,6 @@ class Partition:
         """The optimizer's state of the master weights, empty before the first step."""
         return self.optimizer.state.get(self.master) or {}
 
-    def keep_state(self, state: Dict[str, Any]) -> None:
-        """Makes ``state`` the optimizer's state of the master weights."""
-        self.optimizer.state[self.master] = state
-
 
 class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
