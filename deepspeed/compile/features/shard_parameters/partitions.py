@@ -148,9 +148,10 @@ class TrainedPart:
     def keep_own_part(self, buffer: torch.Tensor) -> None:
         """Makes the values that the parameters have in the unit's memory those of this rank's shards."""
         for of_group in self._groups:
-            memory = of_group.memory(buffer)
-            for there, own in self._shards(of_group, memory, of_group.runs()):
-                own.copy_(there)
+            memory, own = of_group.memory(buffer), self._own[of_group.group]
+            for (first, _), place in zip(of_group.runs(), of_group.places, strict=True):
+                there = memory.narrow(0, first + of_group.rank * place.shard, place.shard)
+                own.narrow(0, place.offset, place.shard).copy_(there)
 
     def write(self, slot: TensorSlot, values: torch.Tensor) -> None:
         """Makes values, of the parameter's shape, those of this rank's shard of a parameter."""
@@ -160,11 +161,3 @@ class TrainedPart:
                     piece = place.piece(of_group.rank)
                     source = values.expand(slot.shape).reshape(-1).narrow(0, piece.source_offset, piece.numel)
                     self._own[of_group.group].narrow(0, piece.offset, piece.numel).copy_(source)
-
-    def _shards(self, of_group, memory, runs):
-        """Yields this rank's shard of each parameter in the unit's memory, and in the partition."""
-        own = self._own[of_group.group]
-        for (first, _), place in zip(runs, of_group.places, strict=True):
-            if place.shard:
-                there = memory.narrow(0, first + of_group.rank * place.shard, place.shard)
-                yield there, own.narrow(0, place.offset, place.shard)
