@@ -172,13 +172,17 @@ class Cluster:
         )
 
     def compare(self, ranks: int) -> float:
-        """Seconds in which ranks compare a number.
+        """Seconds in which ranks compare a number, by an all-reduce.
 
-        NCCL sends so little by LL, whose hops over NVLink take longer where there is a network too.
+        NCCL sends so little by LL, whose hops over NVLink take longer where there is a network too. It takes the ring,
+        around which an all-reduce goes twice, or a tree of the nodes with a chain in each, up and down again.
         """
-        between = math.ceil(ranks / self.per_node) - 1
-        inside = 0.6e-6 * (1.8 if between else 1.0)
-        return 6.6e-6 + self.latency * (inside * (ranks - 1 - between) + 2.7e-6 * between)
+        nodes = math.ceil(ranks / self.per_node)
+        inside = 0.6e-6 * (1.8 if nodes > 1 else 1.0)
+        ring = 6.6e-6 + 2 * self.latency * (inside * (ranks - nodes) + 2.7e-6 * (nodes - 1))
+        chain = min(ranks, self.per_node) - 1
+        tree = 6.8e-6 + 2 * self.latency * (inside * chain + 5e-6 * int(math.log2(nodes)))
+        return min(ring, tree)
 
 
 class Cost(NamedTuple):
@@ -261,7 +265,8 @@ def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
 def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
     """``shard_parameters: "all"``: units are gathered for the forward, and blocks again for the backward.
 
-    Gathers and reductions share the network, so one follows the other, although they have two communicators.
+    On many ranks the last block stays whole until its backward, as the code that trains decides. Gathers and
+    reductions share the network, so one follows the other, although they have two communicators.
     """
     units = sharded_gathers(case.model, ranks)
     took = [cluster.compare(ranks) + _to_all(cluster, unit, ranks) for unit in units]
@@ -279,10 +284,14 @@ def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
 
 
 def _sharded_backward(case, cluster, ranks, took):
-    """The backward: the head is still here, and the last block is gathered when the head's backward is over."""
+    """The backward: the head is still here. Of blocks that are not, the last one is gathered when the head's backward
+    is over."""
+    from deepspeed.compile.features.shard_parameters.keep import kept_by_default
+
     backward = case.compute * 2 / 3
     now = busy = free = bucket_arrives = 0.0  # free: when the network is
-    arrives: dict[int, float] = {}  # of blocks
+    last = max(case.model.units)
+    arrives = {block: 0.0 for block in range(last, last - kept_by_default(ranks), -1)}  # of blocks
     for unit, sent in zip([*reversed(case.model.units), OUTSIDE], reductions(case.model, ranks, BUCKET)):
         # A block, and the one that the backward comes to next.
         for block in (unit, unit - 1):

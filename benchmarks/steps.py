@@ -228,7 +228,7 @@ class Trainer:
 
     def recorded_step(self) -> data.StepMemory:
         """Trains a step under torch's profiler; returns its memory."""
-        recording = record.Recording(self.device, self.system.tensors())
+        recording = record.Recording(self.device, self.system.tensors(), mapped_bytes())
         self.train_step(lambda name: record.phase(name, self.device))
         return recording.stop({})
 

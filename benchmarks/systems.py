@@ -155,7 +155,8 @@ class DeepSpeed:
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
         parts = optimizer._deepcompile.features if self._counting else []
         # Partitions of parameters, and remainders, which are the other half of a parameter's master weight.
-        shares = [share for part in parts for share in getattr(part, "shares", ())]
+        shares = [*getattr(optimizer, "own_partitions", {}).values()]
+        shares += [share for part in parts for share in getattr(part, "shares", ())]
         parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *shares]
         return {
             data.PARAMETERS: record.flattened(parameters),

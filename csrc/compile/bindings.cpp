@@ -108,7 +108,8 @@ void bind_copy_engines(py::module m)
              })
         .def("set_timeout", &Signals::set_timeout)
         .def("check", &Signals::check, unlocked())
-        .def("wait_for_all", &Signals::await, unlocked());
+        .def("wait_for_all", &Signals::await, unlocked())
+        .def("exchange", &Signals::exchange, unlocked());
 
     m.def("cut", [](const std::vector<int64_t>& shard_bytes, int64_t row_bytes) {
         std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>> portions;
@@ -285,5 +286,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
         .def("replace_gradients", &Reducer::replace_gradients, unlocked())
-        .def("compare_and_await_targets", &Reducer::compare_and_await_targets, unlocked());
+        .def("compare_and_await_targets", &Reducer::compare_and_await_targets, unlocked())
+        .def("await_others", &Reducer::await_others, unlocked());
 }

@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include "deepcompile_carrier.h"
+#include "deepcompile_memory.h"
 
 #include <exception>
 #include <utility>
@@ -50,6 +51,26 @@ void Collectives::reduce(std::vector<Message>& messages, double divisor, Works& 
         }
         throw;
     }
+}
+
+std::vector<int64_t> Collectives::exchange(const std::vector<int64_t>& own)
+{
+    const auto count = static_cast<int64_t>(own.size());
+    const auto options = at::TensorOptions().dtype(at::kLong).device(device_);
+    // A fill passes the number to the kernel as an argument. Copying a tensor from the host would make the host wait.
+    auto sent = at::empty({count}, options);
+    for (int64_t index = 0; index < count; ++index) { sent[index].fill_(own[index]); }
+    at::Tensor answers = at::empty({count * process_group_->getSize()}, options);
+    // NCCL: the current stream waits for the collective. gloo: this thread does.
+    process_group_->_allgather_base(answers, sent)->wait();
+    if (!device_.is_cpu()) {
+        const auto gathered = answers;
+        answers = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+        answers.copy_(gathered, /*non_blocking=*/true);
+        record_event(current_stream(device_)).synchronize();
+    }
+    const auto* first = answers.const_data_ptr<int64_t>();
+    return {first, first + answers.numel()};
 }
 
 }  // namespace deepcompile

@@ -152,8 +152,6 @@ void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& 
     const auto& adding = streams_[Step::adding].stream;
     ready.block(staging);
     ready.block(adding);
-    // A peer's next signal then says that the peer has pulled all parameters, so its shards may be written again.
-    if (last_gather_) { last_gather_->block(staging); }
     try {
         for (const auto& step : schedule(shape_, first, count)) { run(step, portions, messages, 1 / divisor); }
     } catch (...) {
@@ -297,7 +295,6 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
     }
     post(gathers_, Channel::gathered, number);
     signals_->expect(Channel::updated, number);
-    last_gather_.emplace(record_event(gathers_.stream));
     return c10::make_intrusive<Carried>(record_event(gathers_.stream), receive_.device(), signals_);
 }
 

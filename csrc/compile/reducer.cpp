@@ -411,6 +411,21 @@ void Reducer::compare_and_await_targets()
     streams_.forget_other_streams();
 }
 
+void Reducer::await_others()
+{
+    std::lock_guard lock(mutex_);
+    await_carriers("add up gradients");
+}
+
+void Reducer::await_carriers(const std::string& purpose)
+{
+    try {
+        for (const auto& group : groups_) { group.carrier->await_others(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose, error);
+    }
+}
+
 // 6. Released.
 
 void Reducer::release(std::optional<int64_t> group)

@@ -63,6 +63,16 @@ Signals::Word& Signals::given_up() const
     return word(world(), Channel::staged);
 }
 
+std::atomic<int64_t>* Signals::told(int64_t rank, uint32_t number) const
+{
+    // Two places in turns: a rank may be one exchange behind this one and still read. It is never two behind, because
+    // this rank has its word of the exchange between.
+    constexpr auto place = Carrier::most_exchanged * sizeof(int64_t);
+    static_assert(3 * place <= numbers_of_a_word * sizeof(uint32_t), "two places lie behind a word");
+    return reinterpret_cast<std::atomic<int64_t>*>(reinterpret_cast<char*>(&word(rank, Channel::told)) +
+                                                   (1 + number % 2) * place);
+}
+
 int64_t Signals::lacking(const Expected& expected) const
 {
     int64_t last = -1;
@@ -131,6 +141,28 @@ void Signals::await()
     }
     // The words may have reached their numbers because a rank released them.
     check();
+}
+
+std::vector<int64_t> Signals::exchange(const std::vector<int64_t>& own)
+{
+    TORCH_CHECK_VALUE(own.size() <= Carrier::most_exchanged, "too many numbers for one exchange");
+    const auto number = ++exchanges_;
+    for (size_t index = 0; index < own.size(); ++index) { told(rank_, number)[index] = own[index]; }
+    word(rank_, Channel::told) = number;
+    expect(Channel::told, number);
+    for (;;) {
+        check();
+        if (lacking({Channel::told, number, {}}) < 0) { break; }
+        std::this_thread::sleep_for(await_every);
+    }
+    std::vector<int64_t> all;
+    for (int64_t rank = 0; rank < world(); ++rank) {
+        const auto* first = told(rank, number);
+        for (size_t index = 0; index < own.size(); ++index) { all.push_back(first[index]); }
+    }
+    // The words may have reached the number because a rank released them.
+    check();
+    return all;
 }
 
 void Signals::release()

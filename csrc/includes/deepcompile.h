@@ -651,6 +651,10 @@ public:
     /// memory.
     void compare_and_await_targets();
 
+    /// 5. Called on every rank before the host waits for the device in a step: a rank that has died ends in an error here,
+    /// and not in the step's own collectives, if ranks wait for each other in another way.
+    void await_others();
+
     /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
     void release(std::optional<int64_t> group);
 
@@ -711,6 +715,7 @@ private:
     void enqueue_sum(ParameterRecord& record);
     /// Ends the gradients of a step; see finish_backward().
     void agree_and_reduce_late();
+    void await_carriers(const std::string& purpose);
     /// Agrees on the order of later backwards. Returns the parameters of which some rank has unreduced gradients.
     std::vector<int64_t> exchange_orders();
     /// Queues a Watch with autograd's running task, if there is one.

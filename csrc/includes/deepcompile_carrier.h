@@ -13,6 +13,7 @@ collectives of the process group, or in another way that gives the same result.
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -47,9 +48,14 @@ public:
     /// no c10::Error: throw_for_other_ranks() tells them apart.
     virtual void reduce(std::vector<Message>& messages, double divisor, Works& works) = 0;
 
-    /// Called where the host is about to wait for the device in a collective of the process group: a carrier whose
-    /// streams wait for other ranks in another way waits here until these have come, or raises as wait() does.
+    /// Called before the host waits for the device in a collective of the process group: a carrier whose streams wait
+    /// for other ranks in another way waits here until these have come, or raises as wait() does.
     virtual void await_others() {}
+
+    /// Returns the numbers of all ranks, rank by rank. Every rank gives as many, at most `most_exchanged`. The host
+    /// waits for the other ranks. Raises as wait() does.
+    virtual std::vector<int64_t> exchange(const std::vector<int64_t>& own) = 0;
+    static constexpr size_t most_exchanged = 4;
 };
 
 /// Carries by the process group's reduce-scatter: NCCL, gloo, or another backend.
@@ -61,6 +67,7 @@ public:
     }
 
     void reduce(std::vector<Message>& messages, double divisor, Works& works) override;
+    std::vector<int64_t> exchange(const std::vector<int64_t>& own) override;
 
 private:
     c10::intrusive_ptr<c10d::ProcessGroup> process_group_;

@@ -51,8 +51,9 @@ enum class Channel : int64_t {
     pulled,    ///< of so many portions this rank has pulled its row from every peer
     updated,   ///< so many times this rank's shards of parameters were complete
     gathered,  ///< so many times this rank has pulled all shards
+    told,      ///< so many times this rank has given numbers to all
 };
-constexpr int64_t channels = 4;
+constexpr int64_t channels = 5;
 constexpr int64_t numbers_of_a_word = 32;  ///< words lie 128 bytes apart, so that no two share a line of a cache
 
 /// The numbers that the ranks of one host post to each other, and a thread that bounds how long this rank waits.
@@ -82,6 +83,8 @@ public:
     void check() const;
     /// The host waits until all expected signals have come. Raises as check() does.
     void await();
+    /// Does what Carrier::exchange() says, without the device.
+    std::vector<int64_t> exchange(const std::vector<int64_t>& own);
 
 private:
     struct Expected {
@@ -95,6 +98,8 @@ private:
 
     Word& word(int64_t rank, Channel channel) const;
     Word& given_up() const;
+    /// Where a rank leaves its numbers in an exchange, behind its word.
+    std::atomic<int64_t>* told(int64_t rank, uint32_t number) const;
     /// The peer whose word is furthest from the number; -1: all have reached it, modulo 2^32, as the driver compares
     /// them. A rank that has died stands behind the ranks that wait for it.
     int64_t lacking(const Expected& expected) const;
@@ -111,7 +116,8 @@ private:
     std::condition_variable changed_;
     std::deque<Expected> expected_;
     std::array<uint32_t, channels> last_ = {};  ///< the largest number that was expected
-    std::string reason_;                        ///< why this rank gave up
+    uint32_t exchanges_ = 0;
+    std::string reason_;  ///< why this rank gave up
     bool stopping_ = false;
     std::thread watcher_;
 };
@@ -242,6 +248,7 @@ public:
     void reduce(std::vector<Message>& messages, double divisor, Works& works) override;
     /// The host waits for all signals that streams wait for. Raises DistBackendError if one does not come.
     void await_others() override { signals_->await(); }
+    std::vector<int64_t> exchange(const std::vector<int64_t>& own) override { return signals_->exchange(own); }
 
     /// Adds memory in which parameters lie.
     void add_flat(MappedMemory flat);
@@ -252,7 +259,7 @@ public:
     /// order. wait() of the work makes the current stream wait.
     c10::intrusive_ptr<c10d::Work> gather(const std::vector<at::Tensor>& runs, const std::vector<at::Tensor>& shards);
     /// Makes the current stream wait until all peers have pulled what gather() sends. After it, this rank may write its
-    /// shards again. A reduce() after the gather(), once awaited, has the same effect.
+    /// shards again.
     void before_write();
 
     /// Waits for this carrier's streams, and lets go of the words.
@@ -286,7 +293,6 @@ private:
     std::mutex mutex_;
     std::vector<MappedMemory> flats_;
     std::vector<std::optional<c10::Event>> events_;
-    std::optional<c10::Event> last_gather_;
     uint32_t portions_ = 0;  ///< how many were reduced
     uint32_t gathers_begun_ = 0;
 };

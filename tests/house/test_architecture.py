@@ -34,7 +34,9 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
-    "as_it_is",
+    "as_they_are",
+    # Where a part puts what carries gradients in another way than the core.
+    "set_carrier",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
@@ -76,7 +78,10 @@ WRITERS = {
         "features.update.states": "refuses to set a state in 8 bits",
         "features.update.links": "sets parameter and remainder",
     },
-    "lp_fragment": {"features.checkpoints.in_base_order"},
+    "lp_fragment": {
+        "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",
+        "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
+    },
     "torch._dynamo.config": {
         "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",

@@ -204,6 +204,11 @@ class Feature:
         """Shards of parameters that neither the module nor the flat tensors hold, for pictures of memory."""
         return ()
 
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes that this process holds on the device and torch's allocator does not count, for peaks and pictures."""
+        return 0
+
     def rules(self, others: List["Rule"]) -> List["Rule"]:
         """Returns the rules that step partitions, in the order in which they are asked. Called once, before
         :meth:`commit`.

@@ -73,6 +73,32 @@ def test_numbers_may_wrap_around(words):
     own.wait_for_all()
 
 
+@pytest.mark.quick
+def test_ranks_exchange_numbers_on_the_host(words):
+    """A rank that is one exchange ahead would write over numbers that another one still reads."""
+
+    def other():
+        own = signals(words, rank=1)
+        for number in range(300):
+            assert own.exchange([number, -number, 2**62]) == [-number, number, 2**40, number, -number, 2**62]
+        os._exit(0)
+
+    peer = multiprocessing.get_context("fork").Process(target=other)
+    peer.start()
+    own = signals(words)
+    for number in range(300):
+        assert own.exchange([-number, number, 2**40]) == [-number, number, 2**40, number, -number, 2**62]
+    peer.join()
+    assert peer.exitcode == 0
+
+
+def test_a_rank_without_numbers_ends_the_exchange(words):
+    """The host would wait for ever for a rank that has died before it gave its numbers."""
+    own = signals(words, timeout=0.2)
+    with pytest.raises(torch.distributed.DistBackendError, match="rank 0 has waited 0 seconds for a signal of rank 1"):
+        own.exchange([1])
+
+
 @pytest.mark.follows("look for the first error of any rank")
 def test_a_rank_that_does_not_come_ends_all_in_the_sentence_of_a_timeout(words):
     """Without this, streams could wait for ever for a rank that has died, and the host with them."""

@@ -246,6 +246,16 @@ def test_what_a_step_gathers(ranks, model, kept, sends, whole):
     assert ranks(2).run(sent, model, kept) == [(sends, whole, whole)] * 2
 
 
+def sent_by_many(model):
+    with mock.patch.object(keep, "KEEP_LAST_FROM", 2):
+        return sent(model, None)
+
+
+def test_the_last_block_stays_on_many_ranks(ranks):
+    """There the backward would wait for it, which nothing hides."""
+    assert ranks(2).run(sent_by_many, "plain") == [(9, 2, 2)] * 2
+
+
 def train_beside_dropped(shards):
     """Trains where a forward that skips blocks, alike on all ranks, has no backward before the step."""
     torch._dynamo.reset()

@@ -328,7 +328,7 @@ def test_kernel(monkeypatch, dtype):
     for by_kernel in (True, False):
         rank = OneRank(flat, BLOCK, NUMEL, adamw)
         if not by_kernel:
-            monkeypatch.setattr(eight_bit, "step_runs_of", lambda master: None)
+            monkeypatch.setattr(eight_bit, "kernel_for", lambda master: None)
         for seed in range(4):
             rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed, maximize=seed == 2)
             rank.step(draw(seed).to(dtype), torch.full((1,), 0.5, device=device()), spans=[(4 * BLOCK, 6 * BLOCK)])

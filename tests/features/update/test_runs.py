@@ -53,14 +53,12 @@ def test_one_launch_steps_all_runs(states, remainders):
     of_states = [tensor.clone() for tensor in (*moments, *scales)]
     wanted = Elements(*rows, tuple(state.view(-1, columns) for state in of_states[:2]), tuple(of_states[2:]))
     step_rows(wanted, scalars)
-    runs = [
-        (offset, gradient, *new.views(offset, offset + shard))
-        for offset, gradient, shard in zip(offsets, gradients, shards)
-        if gradient.numel()
-    ]
+    kernel = adam.kernel()
+    found = kernel.runs_of([*zip(offsets, gradients, strict=True)], new)
+    table = kernel.tabulate(found, states == "8bit", master.device)
     # As the first unit and the rest are.
-    for part in (runs[:2], runs[2:]):
-        adam.kernel().step_runs(part, master, scalars, moments, scales)
+    for first, limit in ((0, offsets[2]), (offsets[2], numel)):
+        kernel.step_runs(table, first, limit, master, scalars, moments, scales)
     stepped = torch.ones(numel, dtype=torch.bool, device=device())
     stepped[padding] = False
     assert relative_error([new.read(0, numel)[stepped]], [wanted.new.view(-1)[stepped]]) < 1e-2

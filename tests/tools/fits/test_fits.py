@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from deepspeed.compile.features.copy_engines.carrier import device_bytes
+from deepspeed.compile.features.shard_parameters import keep
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.tools.fits import __main__ as command
 from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
@@ -92,11 +93,9 @@ def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
         with small_shards(config):
             whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
-            bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500).bound
+            bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500, rank=rank).bound
             states = estimate.states(flat, 2, Mode("", eight_bit=eight_bit, remainders=remainders))
-        found = {"parameters": whole, **states, "gradients": bound}
-        # The first rank has the most gradients. The last shards of parameters have padding.
-        assert (held if rank == 0 else {**held, "gradients": max(held["gradients"], bound)}) == found
+        assert held == {"parameters": whole, **states, "gradients": bound}
 
 
 def kept_by_autograd(model, ids):
@@ -300,6 +299,14 @@ def test_blocks_that_stay_whole():
     assert '"keep_gathered": "fit"' in ", ".join(less.lines) and "fit" in rows_that_keep("fit", memory=2.0)
 
 
+def test_blocks_that_stay_whole_by_default(monkeypatch):
+    """On many ranks the last block stays where the configuration says nothing, and would not be counted."""
+    assert (keep.kept_by_default(keep.KEEP_LAST_FROM - 1), keep.kept_by_default(keep.KEEP_LAST_FROM)) == (0, 1)
+    monkeypatch.setattr(estimate, "kept_by_default", lambda ranks: 4 * ranks)
+    rows = rows_that_keep(None, 0, 8)
+    assert rows["0"].peak < rows["8"].peak == rows["None"].peak
+
+
 class Twice(Small):
     def forward(self, ids):
         return (self.body(ids) - self.body(ids + 1)).square().mean()
@@ -392,6 +399,32 @@ def test_fsdp2_holds_what_its_units_need():
     found = fsdp2.peaks_of(activations, units, {"a": 4, "b": 100, "c": 8}, reshard=True, size=2)
     assert found.at_rest == 12 * 56 and found.step == found.at_rest + 4 * 56
     assert found.forward == found.at_rest + 10 + 2 * 100 + 2 * 100
+
+
+def test_gradients_arrive_in_shards():
+    """The peak of a backward would lack shards that arrive beside a gradient on its way, or have gradients whole."""
+    flat = [nn.Parameter(torch.empty(1024, dtype=torch.bfloat16, device="meta")) for _ in range(8)]
+    whole, shard = 2048, 1024
+    sent = gradients.send(flat, [*reversed(range(8))], 2, bucket=1)
+    assert sent.arrived == [whole + shard + arrived * shard for arrived in range(8)]
+    assert sent.bound == 8 * shard
+
+
+@vary("stage", [1, 2])
+@vary("world", [2, 5, 40])
+def test_no_rank_needs_more_than_the_first(world, stage):
+    """A rank with a higher peak would be left out, because only the first rank is estimated."""
+    sizes = (1000, 7, 300 * 1024, 256 * 40, 1, 257 * 39, 512)
+    flat = [nn.Parameter(torch.empty(numel, dtype=torch.bfloat16, device="meta")) for numel in sizes]
+    arrivals = [*reversed(range(len(flat)))]
+    first, *others = (gradients.send(flat, arrivals, world, stage, 2, 3000, rank=rank) for rank in range(world))
+    for sent in others:
+        assert sent.bound <= first.bound and sent.before <= first.before
+        assert all(held <= of_first for held, of_first in zip(sent.arrived, first.arrived, strict=True))
+    assert first.bound + sum(sent.bound for sent in others) == 2 * sum(sizes)
+    # The rest of a rank's memory is the same on each.
+    layouts = [gradients.layout_of(flat, world, rank) for rank in range(world)]
+    assert len({(layout.partition_numel, layout.flat_numel) for layout in layouts}) == 1
 
 
 @vary("stage", [1, 2])

@@ -91,7 +91,8 @@ class InBaseOrder(EvenOrder):
         self._link_in_base_order()
         self._param_slice_mappings = self._create_param_mapping()
         super().is_in_our_order()
-        self._link_all_hp_params()
+        # Mixins of parts link what they keep themselves when they are ready.
+        InBaseOrder._link_all_hp_params(self)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,15 @@ class CopyEngineCarrier:
         self._flats.append(flat)
         return flat.tensor.zero_()
 
+    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
+        return self.partition(partition.numel(), partition).copy_(partition)
+
+    def beside(self, process_group: "ProcessGroup") -> "CopyEngineCarrier":
+        """Returns this carrier: gathers and reductions wait for signals of their own. What lies elsewhere goes by
+        collectives of ``process_group``."""
+        self._collectives = Collectives(process_group)
+        return self
+
     def before_write(self) -> None:
         """Makes the current stream wait until the other ranks have pulled what :meth:`gather` offers."""
         with collective(WRITE):

@@ -18,7 +18,7 @@ from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks
 from .generation import synchronize_generation
-from .keep import STEPS_BEFORE
+from .keep import STEPS_BEFORE, kept_by_default
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -108,6 +108,8 @@ class ShardParameters(Feature):
         context.undo.callback(self.sharded.close)
         context.backend.rewrites.append(SaveByHooks.of_parameters)
         kept = context.request.options.keep_gathered
+        if kept is None and shards_all:
+            kept = kept_by_default(dist.get_world_size(group))
         self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
         self.sharded.whole.most_kept = kept if isinstance(kept, int) else 0
         if not self.sharded.units:

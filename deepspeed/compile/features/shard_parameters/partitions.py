@@ -8,13 +8,13 @@ units, as long as these are gathered.
 """
 
 import weakref
-from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch.nn import Parameter
 
 from ...zero_1_and_2.layout import Place, layouts_of
-from ...zero_1_and_2.parameter.carrier import Awaitable, carrier_for, carrier_of, carriers_of
+from ...zero_1_and_2.parameter.carrier import Awaitable, Carrier, carrier_of
 from ...zero_1_and_2.parameter.runs import own_parameters
 from .places import TensorSlot
 
@@ -38,27 +38,43 @@ class Partitions:
 
     Args:
         optimizer: a ZeRO-1/2 optimizer. Only a weak reference is kept.
+        process_group: of the ranks that share them, which carries nothing else.
 
     Attributes:
         own: parameter group -> its shards, 1-D. Empty before :meth:`take_over`.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
-        self._optimizer = weakref.ref(optimizer)
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", process_group: "ProcessGroup"):
+        self._optimizer, self._process_group = weakref.ref(optimizer), process_group
         self.own: Dict[int, torch.Tensor] = {}
+        self._carriers: Dict[int, Carrier] = {}  # parameter group -> what gathers its shards
 
     def take_over(self) -> None:
         """Copies this rank's shards out of the flat tensors, unless ``from_host.py`` has cut them already."""
         optimizer = self._optimizer()
         for group, layout in enumerate(optimizer.even_layouts):
-            alone = optimizer.own_partitions.get(group)
+            carrier, alone = carrier_of(optimizer, group), optimizer.own_partitions.get(group)
             if alone is None:
                 flat = optimizer.bit16_groups_flat[group]
-                alone = carrier_of(optimizer, group).partition(layout.partition_numel, flat)
+                alone = carrier.partition(layout.partition_numel, flat)
                 views = own_parameters(optimizer, group).views(0, layout.partition_numel)
                 if views:
                     torch.cat(views, out=alone)
-            self.own[group] = alone
+            else:
+                alone = carrier.take_in(alone)
+            self.own[group], self._carriers[group] = alone, carrier.beside(self._process_group)
+
+    def gather(
+        self, group: int, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], places: Sequence[Place]
+    ) -> List[Awaitable]:
+        """Begins to fill runs of memory, 1-D, with the shards of all ranks. Returns what to wait for."""
+        shards = [self.own[group].narrow(0, place.offset, place.shard) for place in places]
+        return self._carriers[group].gather_shards(memory, runs, shards)
+
+    def to_write(self, group: int) -> torch.Tensor:
+        """Returns this rank's shards of a parameter group, when no other rank reads them any more."""
+        self._carriers[group].before_write()
+        return self.own[group]
 
     def give_up_flat(self) -> None:
         """Gives back the memory of the flat tensors, when no parameter lies there."""
@@ -67,7 +83,11 @@ class Partitions:
         for flat in optimizer.bit16_groups_flat:
             flat.untyped_storage().resize_(0)
         # Links have views of the flat tensor.
-        optimizer._link_all_hp_params()
+        for group, layout in enumerate(optimizer.even_layouts):
+            for piece in layout.own_pieces():
+                links = piece.parameter._hp_mapping
+                if links is not None:
+                    links.lp_fragment = self.own[group].narrow(0, piece.offset, piece.numel)
 
 
 class _OfGroup(NamedTuple):
@@ -98,7 +118,6 @@ class TrainedPart:
     Args:
         optimizer: a ZeRO-1/2 optimizer.
         partitions: of this rank.
-        process_group: of the ranks that share them.
         parameters: name -> parameter, of the unit.
         begin: where these may lie in the unit's memory, in bytes.
 
@@ -111,13 +130,10 @@ class TrainedPart:
         self,
         optimizer: "DeepSpeedZeroOptimizer",
         partitions: Partitions,
-        process_group: "ProcessGroup",
         parameters: Dict[str, Parameter],
         begin: int,
     ):
-        self._own, self._process_group = partitions.own, process_group
-        # A part may put another carrier there later.
-        self._carriers = carriers_of(optimizer)
+        self._partitions = partitions
         self._groups: List[_OfGroup] = []
         self.slots: List[TensorSlot] = []
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -139,16 +155,14 @@ class TrainedPart:
         """Begins to gather the parameters into the unit's memory. Returns what to wait for."""
         works: List[Awaitable] = []
         for of_group in self._groups:
-            own = self._own[of_group.group]
-            shards = [own.narrow(0, place.offset, place.shard) for place in of_group.places]
-            carrier = carrier_for(self._carriers, self._process_group)
-            works += carrier.gather_shards(of_group.memory(buffer), [*of_group.runs()], shards)
+            memory = of_group.memory(buffer)
+            works += self._partitions.gather(of_group.group, memory, [*of_group.runs()], of_group.places)
         return works
 
     def keep_own_part(self, buffer: torch.Tensor) -> None:
         """Makes the values that the parameters have in the unit's memory those of this rank's shards."""
         for of_group in self._groups:
-            memory, own = of_group.memory(buffer), self._own[of_group.group]
+            memory, own = of_group.memory(buffer), self._partitions.to_write(of_group.group)
             for (first, _), place in zip(of_group.runs(), of_group.places, strict=True):
                 there = memory.narrow(0, first + of_group.rank * place.shard, place.shard)
                 own.narrow(0, place.offset, place.shard).copy_(there)
@@ -160,4 +174,5 @@ class TrainedPart:
                 if place.parameter is slot.tensor:
                     piece = place.piece(of_group.rank)
                     source = values.expand(slot.shape).reshape(-1).narrow(0, piece.source_offset, piece.numel)
-                    self._own[of_group.group].narrow(0, piece.offset, piece.numel).copy_(source)
+                    own = self._partitions.to_write(of_group.group)
+                    own.narrow(0, piece.offset, piece.numel).copy_(source)

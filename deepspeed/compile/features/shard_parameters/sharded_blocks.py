@@ -76,8 +76,8 @@ class ShardedBlocks:
         make_trained = None
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         if optimizer is not None and world > 1:
-            self.partitions = Partitions(optimizer)
-            make_trained = functools.partial(TrainedPart, optimizer, self.partitions, process_group)
+            self.partitions = Partitions(optimizer, process_group)
+            make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
         self._joint_reads = JointReads(process_group)
         # Engines share the process group.

@@ -11,7 +11,7 @@ Every setting is a run-time argument of the pass, so a schedule of a setting com
 
 import importlib
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils._triton import has_triton_package
@@ -42,8 +42,6 @@ WRITTEN_IN_PLACE = 2**20
 EAGER_NUMEL = 2**22
 
 StepRows = Callable[[Elements, Settings], None]
-# ``adam_kernel.step_runs``.
-StepRuns = Callable[..., None]
 
 
 def is_adam(optimizer: torch.optim.Optimizer) -> bool:
@@ -155,7 +153,7 @@ class OnePassAdam:
         ):
             return None
         step_rows = self._pass(partition)
-        return None if step_rows is None else AdamStep(partition, step_rows, step_runs_of(master))
+        return None if step_rows is None else AdamStep(partition, step_rows, kernel_for(master))
 
     def _pass(self, partition):
         """Returns the pass for a partition, compiled before anything is changed, or None if it cannot be compiled."""
@@ -183,9 +181,9 @@ def kernel() -> ModuleType:
     return importlib.import_module(f"{__package__}.adam_kernel")
 
 
-def step_runs_of(master: torch.Tensor) -> Optional[StepRuns]:
-    """Returns what steps runs of a partition on the device of its master weights, or None if they are on the host."""
-    return kernel().step_runs if master.is_cuda else None
+def kernel_for(master: torch.Tensor) -> Optional[ModuleType]:
+    """Returns the module of the kernel that steps a partition, or None if its master weights are on the host."""
+    return kernel() if master.is_cuda else None
 
 
 def _kernel(like):
@@ -214,20 +212,27 @@ class AdamStep:
 
     Args:
         step_rows: steps rows.
-        step_runs: steps runs of the partition in place of ``step_rows``, all of them with one launch.
+        kernel: the module that steps all of a range with one launch in place of ``step_rows``, or None.
 
     Attributes:
         master: the master weights, 1-D. The caller may replace them by their remainders.
     """
 
     columns = ALIGN_NUMEL
+    has_scales = False  # whether ``states`` returns scales
     # Elements to step at once on the host, if fewer than a range, because each operator writes its result to memory.
     numel_on_host: Optional[int] = None
 
-    def __init__(self, partition: Partition, step_rows: StepRows, step_runs: Optional[StepRuns] = None):
+    def __init__(self, partition: Partition, step_rows: StepRows, kernel: Optional[ModuleType] = None):
         self.partition, self.master, self.new = partition, partition.master.data, partition.new
-        self.step_rows, self._step_runs = step_rows, step_runs
+        self.step_rows, self._kernel, self._table = step_rows, kernel, None
         self._state: Dict[str, Any] = {}
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Tells the device where gradients and new parameters lie, while it is still busy with what comes before."""
+        if self._kernel is not None:
+            runs = self._kernel.runs_of(gradients, self.new)
+            self._table = self._kernel.tabulate(runs, self.has_scales, self.master.device)
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         if not self._state:
@@ -235,8 +240,12 @@ class AdamStep:
             self._state = self.begin()
             self._count = _number(self._state["step"]) + 1
             self.settings = self.make_settings(_scalars(self.partition, self._count))
-        if self._step_runs is not None:
-            self._step_at_once(self._step_runs, gradient, first, limit)
+        if self._kernel is not None:
+            taken = gradient.as_they_are(first, limit)
+            states = self.states(self._state, 0, self.master.numel())
+            self._kernel.step_runs(self._table, first, limit, self.master, self.settings, *states)
+            # The device reads them before it does what is queued later.
+            del taken
             return limit
         if self.master.is_cpu and self.numel_on_host is not None:
             limit = min(limit, first + self.numel_on_host)
@@ -253,18 +262,6 @@ class AdamStep:
         if new.untyped_storage().data_ptr() != self.new.memory.untyped_storage().data_ptr():
             self.new.write(first, new)
         return last
-
-    def _step_at_once(self, step_runs, gradient, first, limit):
-        """Steps the elements [first, limit) with one launch."""
-        runs, taken = [], gradient.as_they_are(first, limit)
-        ends = [*(offset for offset, _ in taken[1:]), limit]
-        for (offset, values), end in zip(taken, ends, strict=True):
-            for begin, new in self.new.placed(offset, end):
-                # Behind the last gradient of a shard its padding is stepped, so that blocks of states are whole.
-                part = values[begin - offset :][: new.numel()]
-                if part.numel():
-                    runs.append((begin, part, new))
-        step_runs(runs, self.master, self.settings, *self.states(self._state, 0, self.master.numel()))
 
     def begin(self) -> Dict[str, Any]:
         """Called when the first elements are stepped. Returns the optimizer's state of the master weights."""

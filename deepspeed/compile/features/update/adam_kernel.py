@@ -12,13 +12,16 @@ the tables in registers and shared memory (``tl.gather``). It multiplies by 1 / 
 than with torch's operators.
 """
 
+import bisect
 import contextlib
-from typing import NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ...zero_1_and_2.parameter.runs import Runs as Partition
+from ...zero_1_and_2.parameter.runs import in_one_run
 from .adam_operators import Elements, Settings
 from .dynamic_map import BLOCK, LEAST_SCALE, MARGIN, TO_QUARTERS
 
@@ -39,88 +42,143 @@ _OF_TRITON = {
 
 
 class Run(NamedTuple):
-    """Elements of a partition whose gradients, and whose new values, lie one after the other.
+    """Elements of a partition whose gradients, and whose new values, lie one after the other, in units of 16 elements.
 
-    ``offset`` is where the run begins in the partition, in elements: a multiple of 16, and of 256 with 8-bit states.
-    ``gradient`` may be shorter than ``new``, 1-D both: behind its end gradients are 0, and behind the last whole 16
-    elements of ``new`` nothing is stepped. Both begin at a multiple of 16 bytes.
+    ``offset`` is where the run begins in the partition: a multiple of 256 elements with 8-bit states. Gradients may
+    have fewer elements: those behind are 0. Both addresses are multiples of 16 bytes.
     """
 
     offset: int
-    gradient: torch.Tensor
-    new: torch.Tensor
+    units: int
+    units_of_gradient: int
+    gradient: int  # an address
+    new: int  # an address
+
+
+class Runs(NamedTuple):
+    """Runs in ascending order, and what is to be known of all of them."""
+
+    runs: List[Run]
+    gradient: torch.dtype
+    new: torch.dtype
+    kept: List[torch.Tensor]  # copies of gradients, which the table refers to
+
+
+class Table(NamedTuple):
+    """What the kernel reads of each run, on its device.
+
+    Attributes:
+        entries: int64 [6, runs]. The rows: a run's first program, and the fields of :class:`Run`.
+        offsets: of the runs, in elements.
+        programs: the first program of each run, and the number of all.
+    """
+
+    entries: torch.Tensor
+    offsets: List[int]
+    programs: List[int]
+    runs: Runs
+
+
+def runs_of(gradients: Sequence[Tuple[int, torch.Tensor]], new: Partition) -> Runs:
+    """Lists the runs of a partition.
+
+    Args:
+        gradients: (offset in the partition, 1-D gradient) in ascending order, of one dtype.
+        new: where new parameters are written.
+
+    Returns:
+        the runs. Behind a gradient, its shard's padding is stepped too, so that blocks of states are whole. A run of
+        padding alone is left out.
+    """
+    found, kept = [], []
+    dtype = gradients[0][1].dtype if gradients else new.dtype
+    size, size_of_new, base = dtype.itemsize, new.dtype.itemsize, new.memory.data_ptr()
+    ends = [*(offset for offset, _ in gradients[1:]), new.numel]
+    for (offset, gradient), end in zip(gradients, ends, strict=True):
+        address, count = gradient.data_ptr(), gradient.numel()
+        for begin, place, numel in new.between(offset, end):
+            there = min(offset + count - begin, numel)
+            if there <= 0:
+                continue
+            source = address + (begin - offset) * size
+            if there % _UNIT or source % 16:
+                # As many zeros behind it as fill its last unit, in memory that the kernel can read.
+                kept.append(torch.nn.functional.pad(gradient[begin - offset :][:there], (0, -there % _UNIT)).clone())
+                source = kept[-1].data_ptr()
+            units = numel // _UNIT
+            of_gradient = min(-(-there // _UNIT), units)
+            found.append(Run(begin // _UNIT, units, of_gradient, source, base + place * size_of_new))
+    return Runs(found, dtype, new.dtype, kept)
+
+
+def tabulate(runs: Runs, has_scales: bool, device: torch.device) -> Table:
+    """Returns the table of runs. The host does not wait. ``has_scales``: whether states are in 8 bits."""
+    numel_of_program = _blocks(has_scales) * BLOCK
+    programs = [0]
+    for run in runs.runs:
+        programs.append(programs[-1] + triton.cdiv(run.units * _UNIT, numel_of_program))
+    columns = (programs[:-1], *zip(*runs.runs, strict=True)) if runs.runs else ()
+    entries = torch.tensor([entry for column in columns for entry in column], dtype=torch.int64)
+    if device.type == "cuda":
+        # From other memory the host would wait for the copy.
+        entries = entries.pin_memory()
+    offsets = [run.offset * _UNIT for run in runs.runs]
+    return Table(entries.to(device, non_blocking=True), offsets, programs, runs)
 
 
 def step_rows(elements: Elements, settings: Settings) -> None:
     """Steps rows on a GPU: changes all of ``elements`` but the gradient."""
-    flat = [tensor.view(-1) for tensor in (elements.gradient, elements.new)]
-    step_runs([(0, *flat)], elements.master.view(-1), settings, elements.states, elements.scales)
+    gradient, new, master = (tensor.view(-1) for tensor in (elements.gradient, elements.new, elements.master))
+    table = tabulate(runs_of([(0, gradient)], in_one_run(new)), bool(elements.scales), master.device)
+    step_runs(table, 0, master.numel(), master, settings, elements.states, elements.scales)
 
 
 def step_runs(
-    runs: Sequence[Tuple[int, torch.Tensor, torch.Tensor]],
+    table: Table,
+    first: int,
+    limit: int,
     master: torch.Tensor,
     settings: Settings,
     states: Tuple[torch.Tensor, ...],
     scales: Tuple[torch.Tensor, ...] = (),
 ) -> None:
-    """Steps runs of a partition on a GPU: changes the new parameters, and master weights and states of these elements.
+    """Steps the runs in [first, limit) of a partition with one launch.
+
+    Changes their new parameters, and the master weights and states of these elements.
 
     Args:
-        runs: the fields of :class:`Run`. All gradients have one dtype, and all new parameters have one.
+        first, limit: in elements. They cut no run.
         master, states, scales: of the whole partition, contiguous, as in ``Elements``.
     """
-    if not runs:
+    begin, end = (bisect.bisect_left(table.offsets, border) for border in (first, limit))
+    programs = table.programs[end] - table.programs[begin]
+    if not programs:
         return
     mean, mean_sq, most_sq = [*states, None][:3]
     scale, scale_sq = scales or (None, None)
     (values, thresholds), (values_sq, thresholds_sq) = settings.maps or 2 * ((None, None),)
-    blocks = _BLOCKS_IN_8_BITS if scales else _BLOCKS_IN_FP32
     with torch.cuda.device_of(master) if master.is_cuda else contextlib.nullcontext():
-        # Keep these until the kernel is queued: a padded gradient is a copy.
-        whole = [Run(offset, _in_units(gradient), new) for offset, gradient, new in runs]
-        table, programs = _table(whole, blocks * BLOCK, master.device)
         _step[(programs,)](
-            *(table, len(runs), master, mean, mean_sq, most_sq, scale, scale_sq),
+            *(table.entries, len(table.offsets), table.programs[begin]),
+            *(master, mean, mean_sq, most_sq, scale, scale_sq),
             *(values, thresholds, values_sq, thresholds_sq, settings.scalars),
-            GRADIENT=_OF_TRITON[whole[0].gradient.dtype],
-            NEW=_OF_TRITON[whole[0].new.dtype],
-            BLOCKS=blocks,
+            GRADIENT=_OF_TRITON[table.runs.gradient],
+            NEW=_OF_TRITON[table.runs.new],
+            BLOCKS=_blocks(bool(scales)),
             num_warps=_WARPS,
         )
 
 
-def _in_units(gradient):
-    """Returns a gradient with as many zeros behind it as fill its last unit, in memory that the kernel can read."""
-    lacking = -gradient.numel() % _UNIT
-    if lacking or gradient.data_ptr() % 16:
-        return torch.nn.functional.pad(gradient, (0, lacking)).clone()
-    return gradient
-
-
-def _table(runs, numel_of_program, device):
-    """Returns what the kernel reads of each run, int64 [6, runs], and the number of programs.
-
-    The rows: its first program, its offset, its elements and those of its gradient in units, and the addresses of
-    gradient and new parameters.
-    """
-    rows, programs = [], 0
-    for offset, gradient, new in runs:
-        units = new.numel() // _UNIT
-        rows.append((programs, offset // _UNIT, units, min(gradient.numel() // _UNIT, units)))
-        programs += triton.cdiv(units * _UNIT, numel_of_program)
-    addresses = [(run.gradient.data_ptr(), run.new.data_ptr()) for run in runs]
-    entries = torch.tensor([[*row, *places] for row, places in zip(rows, addresses, strict=True)], dtype=torch.int64)
-    entries = entries.t().contiguous()
-    # From pinned memory, so that the host does not wait for the copy.
-    return (entries.pin_memory() if device.type == "cuda" else entries).to(device, non_blocking=True), programs
+def _blocks(has_scales):
+    return _BLOCKS_IN_8_BITS if has_scales else _BLOCKS_IN_FP32
 
 
 # Triton would compile a kernel for each value or alignment that it specializes on. Ranges have any number of runs.
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "first"])
 def _step(
     table,
     count,
+    first,
     masters,
     means,
     means_sq,
@@ -136,7 +194,7 @@ def _step(
     NEW: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64) + first
     # The last run whose first program is not behind this one.
     low, high = 0, count
     while high - low > 1:

@@ -12,7 +12,7 @@ import torch
 
 from ...zero_1_and_2.step.rule import Partition
 from . import adam
-from .adam import EAGER_NUMEL, AdamStep, new_state, step_runs_of
+from .adam import EAGER_NUMEL, AdamStep, kernel_for, new_state
 from .adam_operators import Settings, step_rows
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 from .dynamic_map import BLOCK
@@ -38,13 +38,14 @@ class EightBitAdam:
             return None
         if partition.state and not has_moments(partition.state):
             return None
-        return EightBitStep(partition, step_rows, step_runs_of(partition.master))
+        return EightBitStep(partition, step_rows, kernel_for(partition.master))
 
 
 class EightBitStep(AdamStep):
     """One step of one partition."""
 
     columns = BLOCK
+    has_scales = True
     numel_on_host = EAGER_NUMEL
 
     def begin(self) -> Dict[str, Any]:

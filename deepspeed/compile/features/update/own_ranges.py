@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps ranges of a partition by the optimizer's own ``step()``."""
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 
@@ -72,6 +72,9 @@ class OwnStep:
         # States and settings that belong to no element. Each range counts the step, so the last range's are right.
         self._scalars: Dict[str, Any] = {}
         self._settings: Dict[str, Any] = {}
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         last = end_of_range(self._whole, first, limit)

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional, Sequence, Union
 import torch
 
 from ...zero_1_and_2.step.rule import Partition
-from .adam import EAGER_NUMEL, AdamStep, is_fp32, names_of_states, new_state, problem_with, step_runs_of
+from .adam import EAGER_NUMEL, AdamStep, is_fp32, kernel_for, names_of_states, new_state, problem_with
 from .adam_operators import step_rows
 from .eight_bit import EightBitAdam
 from .own_ranges import keep_state
@@ -43,7 +43,7 @@ class EveryStepAdam:
         states = (partition.state.get(name) for name in names_of_states(partition))
         if partition.state and not all(is_fp32(state, partition.master) for state in states):
             return None
-        return EveryStep(partition, step_rows, step_runs_of(partition.master))
+        return EveryStep(partition, step_rows, kernel_for(partition.master))
 
 
 class EveryStep(AdamStep):

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from ...features.blocks.choose_blocks import choose_blocks
 from ...features.blocks.parameters import by_block
 from ...features.copy_engines.carrier import device_bytes
-from ...features.shard_parameters.keep import LEFT_FREE
+from ...features.shard_parameters.keep import LEFT_FREE, kept_by_default
 from ...features.shard_parameters.outside import large_outside, read_times
 from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
 from ...features.shard_parameters.whole_units import MOST_GATHERED
@@ -471,13 +471,16 @@ def _of_fork(subject, mode, activations, question):
         subject.sent[key] = send(flat, *key)
     gradients = subject.sent[key]
     held, arrived = gradients.before, iter(gradients.arrived)
+    kept = mode.keep
+    if kept is None:
+        kept = kept_by_default(ranks) if mode.shard_parameters == "all" else 0
     found = []  # (phase, bytes of gradients, of activations, of graphs' temporaries, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
         before = 0 if phase == "forward" else activations.forward[-1].after
-        sums = _gathered(away, mode.keep or 0, [moment.block for moment in moments], phase == "backward")
+        sums = _gathered(away, kept, [moment.block for moment in moments], phase == "backward")
         for moment, gathered in zip(moments, sums, strict=True):
-            kept = max(min(before, moment.most), 0)
-            found.append((phase, held, kept, moment.most - kept, gathered))
+            saved = max(min(before, moment.most), 0)
+            found.append((phase, held, saved, moment.most - saved, gathered))
             before = moment.after
             if moment.gradient is not None:
                 held = next(arrived)

@@ -57,16 +57,18 @@ def send(
     bucket: int = Question.bucket,
     overlap: bool = True,
     on_host: bool = False,
+    rank: int = 0,
 ) -> Sent:
     """Returns the gradients of a step that one rank's reducer holds.
 
     Args:
         parameters: on the meta device, in the order of the flat tensor.
         arrivals: indices of parameters in the order in which their gradients arrive.
-        ranks: how many ranks share the parameters. This is the first.
+        ranks: how many ranks share the parameters.
         accumulation: micro-batches in a step.
         overlap: whether buckets travel while the backward goes on.
         on_host: whether arrived gradients lie in host memory, which does not count.
+        rank: which of the ranks. The first has as much as any: the last ones have padding in its place.
 
     Raises:
         ValueError: if the native code cannot be built.
@@ -75,21 +77,22 @@ def send(
         native = reducer_module()
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    layout, dtype = layout_of(parameters, ranks), parameters[0].dtype
+    layout, dtype = layout_of(parameters, ranks, rank), parameters[0].dtype
 
     def bound() -> int:
         return 0 if on_host else reducer.counters()["bound"]
 
     def held() -> int:
+        # With padding, and with the shards that arrive beside the gradients on their way.
         counters = reducer.counters()
-        return counters["pending"] + counters["unreduced"] + bound()
+        return counters["bucket"] + counters["unreduced"] + bound()
 
     def arrive(index: int) -> int:
         # The reducer copies such a gradient, which counts as much as if it kept the gradient.
         torch.autograd.backward([parameters[index].sum()])
         return held()
 
-    with one_of(ranks) as process_group:
+    with one_of(ranks, rank) as process_group:
         reducer = native.Reducer(
             # Of no engine.
             identity=-1,

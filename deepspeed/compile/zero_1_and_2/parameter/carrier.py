@@ -36,6 +36,17 @@ class Carrier(Protocol):
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Does the same for this rank's partition of a parameter group, whose flat tensor will be given up."""
 
+    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
+        """Returns a partition that was allocated otherwise, or a copy of it, where the carrier can send it from. All
+        ranks call it."""
+
+    def beside(self, process_group: "ProcessGroup") -> "Carrier":
+        """Returns what gathers shards at times at which the carrier's own process group may have other messages.
+
+        Args:
+            process_group: of the same ranks, for collectives if it takes any.
+        """
+
     def before_write(self) -> None:
         """Called on all ranks before a step writes this rank's shards: makes the current stream wait until the other
         ranks have read what earlier calls of :meth:`gather` send."""
@@ -78,6 +89,12 @@ class Collectives:
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.flat_tensor(numel, like)
 
+    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
+        return partition
+
+    def beside(self, process_group: "ProcessGroup") -> "Carrier":
+        return Collectives(process_group)
+
     def before_write(self) -> None:
         """Does nothing: a rank sends its shards itself, so the stream of the step comes after it."""
 
@@ -85,44 +102,46 @@ class Collectives:
         # A single rank has nobody to send to.
         if self._world == 1:
             return []
-        messages = [[flat.narrow(0, *run) for run in message] for message in in_messages(runs, self._world)]
-        works: List[Awaitable] = [self._gather_joined(message) for message in messages if len(message) > 1]
-        alone = [run for run, *others in messages if not others]
-        if alone:
-            with grouped(self._group, flat.device) as works_of_group:
-                for run in alone:
-                    works_of_group.append(self._all_gather(run, self._own(run)))
-            works += works_of_group
-        return works
+        numels = [numel // self._world for _, numel in runs]
+        shards = [
+            flat.narrow(0, first + self._rank * numel, numel) for (first, _), numel in zip(runs, numels, strict=True)
+        ]
+        return self.gather_shards(flat, runs, shards)
 
     def gather_shards(
         self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Sequence[torch.Tensor]
     ) -> List[Awaitable]:
-        there = [self._own(memory.narrow(0, first, numel)) for first, numel in runs if numel]
-        torch._foreach_copy_(there, [shard for shard in shards if shard.numel()])
-        return self.gather(memory, runs)
-
-    def _own(self, run):
-        numel = run.numel() // self._world
-        return run.narrow(0, self._rank * numel, numel)
+        sent = dict(zip(runs, shards, strict=True))
+        messages = [
+            ([memory.narrow(0, *run) for run in message], [sent[run] for run in message])
+            for message in in_messages(runs, self._world)
+        ]
+        works: List[Awaitable] = [self._gather_joined(*message) for message in messages if len(message[0]) > 1]
+        alone = [(run, shard) for (run, *others), (shard, *_) in messages if not others]
+        if alone:
+            with grouped(self._group, memory.device) as works_of_group:
+                for run, shard in alone:
+                    works_of_group.append(self._all_gather(run, shard))
+            works += works_of_group
+        return works
 
     def _all_gather(self, run, own):
         return dist.all_gather_into_tensor(run, own, group=self._group, async_op=True)
 
-    def _gather_joined(self, runs) -> Awaitable:
+    def _gather_joined(self, runs, shards) -> Awaitable:
         accelerator = get_accelerator()
         if runs[0].is_cpu:
-            return _Arrival(*self._send_joined(runs))
+            return _Arrival(*self._send_joined(runs, shards))
         # What is gathered is copied on another stream, so that the current one goes on.
         if self._side is None:
             self._side = accelerator.Stream()
         self._side.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._side):
-            _Arrival(*self._send_joined(runs)).wait()
+            _Arrival(*self._send_joined(runs, shards)).wait()
             return _Reached(self._side.record_event())
 
-    def _send_joined(self, runs):
-        own = torch.cat([self._own(run) for run in runs])
+    def _send_joined(self, runs, shards):
+        own = torch.cat(shards)
         staged = own.new_empty(self._world * own.numel())
         work = self._all_gather(staged, own)
         sizes = [run.numel() // self._world for run in runs]

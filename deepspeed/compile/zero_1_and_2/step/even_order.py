@@ -93,12 +93,13 @@ class _Unsaved(EvenOrder):
 def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states: Collection[int]) -> None:
     """Puts master weights, states and parameters into the order of layouts, unless they are. All ranks call it.
 
-    The optimizer's class becomes an :class:`EvenOrder`. A group's parameters are in memory twice meanwhile.
+    The optimizer's class becomes an :class:`EvenOrder`, unless it is one. A group's parameters are in memory twice
+    meanwhile.
 
     Args:
         whole_states: indices of the groups whose states belong to no element.
     """
-    if isinstance(optimizer, EvenOrder):
+    if hasattr(optimizer, "even_layouts"):
         # A part has cut it while it was made, or an earlier engine has had it.
         optimizer.whole_states = whole_states
         return

@@ -112,7 +112,10 @@ def _with_step_local_gradients(cls, *mixins):
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
-    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state."""
+    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state.
+
+    The optimizer cannot step before :func:`~.even_order.adopt` has put its elements into the order of our layout.
+    """
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()

@@ -3,7 +3,7 @@
 """Steps a partition at once by the optimizer's own ``step()``."""
 
 import contextlib
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Tuple
 
 import torch
 
@@ -20,6 +20,9 @@ class WholeStep:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
         self._optimizer, self._group = optimizer, group
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         optimizer, inner = self._optimizer, self._optimizer.optimizer

@@ -63,7 +63,7 @@ class PartitionGradient:
             return gradient if self._factor is None else gradient.mul_(self._factor)
         self._memory = _at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
-        scale_into(gradient, self.as_they_are(first, last), first, self._factor)
+        scale_into(gradient, self._parts(first, last), first, self._factor)
         return gradient
 
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
@@ -80,28 +80,14 @@ class PartitionGradient:
             gradient = gradient[:GATHERED_NUMEL]
             return self._gather([(first, gradient)], first, first + gradient.numel())
         last = self._end(first, limit, multiple)
-        parts = self.as_they_are(first, last)
+        parts = self._parts(first, last)
         if len(parts) == 1 and parts[0][1].numel() == last - first and is_aligned(parts[0][1]):
             return parts[0][1]
         return self._gather(parts, first, last)
 
-    def as_they_are(self, first: int, last: int) -> List[Tuple[int, torch.Tensor]]:
-        """Lists (offset in the partition, 1-D elements) of the gradients in [first, last), in their own memory and
-        dtype, not scaled, and drops those that end there. What the list leaves out is padding."""
-        if self._flat is not None:
-            return [(first, self._flat[first:last])]
-        index, parts, behind = self._index(first), [], 0
-        for offset, end, gradient in itertools.islice(self._rest, index, None):
-            if offset >= last:
-                break
-            if first <= offset and end <= last:
-                parts.append((offset, gradient))
-            else:
-                begin = max(offset, first)
-                parts.append((begin, gradient[begin - offset : min(end, last) - offset]))
-            behind += end <= last
-        del self._rest[index : index + behind]
-        return parts
+    def as_they_are(self, first: int, last: int) -> List[torch.Tensor]:
+        """Returns what keeps the memory of the gradients in [first, last), for a caller that knows where they lie."""
+        return [] if self._flat is not None else [gradient for _, gradient in self._parts(first, last)]
 
     def _gather(self, parts, first, last):
         """Copies the parts of [first, last) together."""
@@ -135,6 +121,22 @@ class PartitionGradient:
             if begin < end and is_aligned(gradient[begin - offset :]):
                 return begin if begin > first else end
         return gathered - (gathered - first) % multiple
+
+    def _parts(self, first, last):
+        """Lists (offset in the partition, elements) of the gradients in [first, last), and drops those that end
+        there."""
+        index, parts, behind = self._index(first), [], 0
+        for offset, end, gradient in itertools.islice(self._rest, index, None):
+            if offset >= last:
+                break
+            if first <= offset and end <= last:
+                parts.append((offset, gradient))
+            else:
+                begin = max(offset, first)
+                parts.append((begin, gradient[begin - offset : min(end, last) - offset]))
+            behind += end <= last
+        del self._rest[index : index + behind]
+        return parts
 
     def _index(self, first):
         """Returns the index of the first gradient that ends behind the element ``first``."""

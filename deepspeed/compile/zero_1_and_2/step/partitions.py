@@ -34,6 +34,8 @@ class StepOfGroups:
             first_step(rules, self._partition(group, step_is_unpatched)) or WholeStep(optimizer, group)
             for group in groups
         ]
+        for group, step in enumerate(self._steps):
+            step.prepare(optimizer.averaged_gradients[group].by_offset())
 
     def _partition(self, group, step_is_unpatched):
         optimizer = self.optimizer

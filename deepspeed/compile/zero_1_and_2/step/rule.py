@@ -3,7 +3,7 @@
 """The interface of a rule, a way to step the elements of a partition. Parts add rules: ``Feature.rules()``."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Protocol, Tuple
 
 import torch
 
@@ -56,6 +56,12 @@ class Partition:
 
 class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Called once, before the host waits to learn whether gradients overflowed. Changes nothing that stays.
+
+        ``gradients``: (offset in the partition, 1-D) of each, ascending, where :meth:`run` finds them.
+        """
 
     def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
         """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.

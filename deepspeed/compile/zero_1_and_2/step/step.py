@@ -59,6 +59,7 @@ def _run(optimizer):
     # Begin before the host waits for the norm, so that the device has work. A transform changes states, so it must
     # wait for the answer. Then clipping takes the norm of the transformed gradients.
     groups = begin() if transform is None else None
+    deepcompile.reducer.await_others()
     optimizer.overflow = overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
