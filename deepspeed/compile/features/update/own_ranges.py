@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps ranges of a partition by the optimizer's own ``step()``."""
 
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -11,7 +11,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from ...zero_1_and_2.step.authors import hooks_of_torch
 from ...zero_1_and_2.step.own_step import with_groups
 from ...zero_1_and_2.step.partition_gradient import PartitionGradient
-from ...zero_1_and_2.step.rule import Partition
+from ...zero_1_and_2.step.rule import Partition, Step
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 RANGE_NUMEL = 2**27
@@ -61,7 +61,7 @@ class OwnRanges:
         return OwnStep(partition) if cuts else None
 
 
-class OwnStep:
+class OwnStep(Step):
     """One ``Step`` of one partition by an optimizer that treats each element by itself: it steps range by range."""
 
     def __init__(self, partition: Partition):
@@ -72,9 +72,6 @@ class OwnStep:
         # States and settings that belong to no element. Each range counts the step, so the last range's are right.
         self._scalars: Dict[str, Any] = {}
         self._settings: Dict[str, Any] = {}
-
-    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
-        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         last = end_of_range(self._whole, first, limit)

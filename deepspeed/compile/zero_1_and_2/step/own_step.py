@@ -3,16 +3,17 @@
 """Steps a partition at once by the optimizer's own ``step()``."""
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Dict, Iterator, List
 
 import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .partition_gradient import PartitionGradient
+from .rule import Step
 
 
-class WholeStep:
+class WholeStep(Step):
     """One ``Step`` of one partition as one range, by the optimizer itself, for a partition that no rule serves.
 
     Its optimizer reads more than one element at a time, or somebody has replaced ``step()``.
@@ -20,9 +21,6 @@ class WholeStep:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
         self._optimizer, self._group = optimizer, group
-
-    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
-        """Does nothing."""
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         optimizer, inner = self._optimizer, self._optimizer.optimizer
@@ -38,9 +36,6 @@ class WholeStep:
             master.grad = None
         optimizer._deepcompile.placement.new_parameters(optimizer, self._group).write(0, master.data)
         return limit
-
-    def finish(self) -> None:
-        """Does nothing: the optimizer has written all states."""
 
 
 @contextlib.contextmanager

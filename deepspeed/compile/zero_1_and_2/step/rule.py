@@ -62,6 +62,7 @@ class Step(Protocol):
 
         ``gradients``: (offset in the partition, 1-D) of each, ascending, where :meth:`run` finds them.
         """
+        return
 
     def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
         """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.
@@ -72,6 +73,7 @@ class Step(Protocol):
 
     def finish(self) -> None:
         """Called when all elements are stepped. Writes states that belong to no element, such as the step count."""
+        return
 
 
 class Rule(Protocol):
