@@ -222,8 +222,7 @@ class Feature:
         """Called before a backward and before a step. Raises RuntimeError if the engine must not train."""
 
     def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
-        """Returns a context of the code of a step that changes parameters. ``engine``: None if only its optimizer
-        still exists."""
+        """Returns a context of the code of a step that changes parameters. ``engine``: None if it is gone."""
         return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
