@@ -41,7 +41,7 @@ class Measured(NamedTuple):
     """What was measured of a run, in GiB.
 
     Attributes:
-        page: where it stands.
+        page: where it stands, or stood: pages keep the figures by which readers choose, and this list all.
         shape: a key of ``workload.SHAPES``.
         gpus: how many ranks.
         figures: of the phases "forward", "backward", "step", "peak", and "at_rest".

@@ -8,10 +8,11 @@ From the root of the repository::
     python -m benchmarks.idle TRACE...
 
 A trace is what torch's profiler exports, of any program; record shapes (``record_shapes=True``), because one kernel
-with one grid may compute products of many sizes. An idle time belongs to communication if a collective's
-kernel ends within ``AT_ONCE`` of the next kernel's beginning, to the host if the host launched the next kernel later
-than the compute stream fell idle, and otherwise to the stream's own order (such as a copy on another stream). A matrix
-product is "beside" communication if collectives run during at least half of it, and "alone" if during none of it.
+with one grid may compute products of many sizes. Communication is NCCL's kernels, and copies between GPUs. An idle
+time belongs to communication if some ends within ``AT_ONCE`` of the next kernel's beginning, to the host if the host
+launched the next kernel later than the compute stream fell idle, and otherwise to the stream's own order (such as a
+copy on another stream). A matrix product is "beside" communication if some runs during at least a tenth of it, because
+a copy between GPUs is shorter than a large product, and "alone" if during none of it.
 """
 
 import argparse
@@ -29,7 +30,9 @@ from typing import Any, NamedTuple
 AT_ONCE = 15.0
 # Idle times below this many microseconds lie between all kernels of a stream.
 LAUNCH = 3.0
-COLLECTIVE = re.compile(r"nccl", re.IGNORECASE)
+# The part of a product beside which communication must run.
+LEAST_BESIDE = 0.1
+COMMUNICATION = re.compile(r"nccl|Memcpy PtoP", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma", re.IGNORECASE)
 ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
@@ -45,8 +48,8 @@ class Kernel(NamedTuple):
     shape: str  # of the inputs of the operator that launched it, or its grid where the trace has no shapes
 
     @property
-    def is_collective(self) -> bool:
-        return COLLECTIVE.search(self.name) is not None
+    def is_communication(self) -> bool:
+        return COMMUNICATION.search(self.name) is not None
 
     @property
     def is_product(self) -> bool:
@@ -130,10 +133,10 @@ def within(begin: float, end: float, of: list[tuple[float, float]]) -> float:
 
 
 def compute_stream(kernels: list[Kernel]) -> int:
-    """Returns the stream on which most time is spent in kernels that are no collectives."""
+    """Returns the stream on which most time is spent in kernels that are no communication."""
     times: Counter = Counter()
     for kernel in kernels:
-        if not kernel.is_collective:
+        if not kernel.is_communication:
             times[kernel.stream] += kernel.end - kernel.begin
     return times.most_common(1)[0][0]
 
@@ -142,7 +145,9 @@ def idle_times(kernels: list[Kernel]) -> Iterator[Idle]:
     """Yields the idle times of the compute stream, from its first kernel to its last."""
     stream = compute_stream(kernels)
     own = [kernel for kernel in kernels if kernel.stream == stream]
-    others = sorted((kernel.end, kernel.is_collective, kernel.name) for kernel in kernels if kernel.stream != stream)
+    others = sorted(
+        (kernel.end, kernel.is_communication, kernel.name) for kernel in kernels if kernel.stream != stream
+    )
     busy_until = start = own[0].begin
     for kernel in own:
         gap = kernel.begin - busy_until
@@ -152,20 +157,20 @@ def idle_times(kernels: list[Kernel]) -> Iterator[Idle]:
 
 
 def _cause(kernel, idle_since, others):
-    """Says for what a kernel waited. ``others``: (end, whether a collective, name) of kernels of other streams."""
+    """Says for what a kernel waited. ``others``: (end, whether communication, name) of kernels of other streams."""
     if kernel.launched > idle_since:
         return "host: not launched yet"
     last = bisect.bisect(others, (kernel.begin, True, "\uffff"))
     ended = [other for other in others[max(last - 8, 0) : last] if other[0] > max(kernel.begin - AT_ONCE, idle_since)]
-    for _, is_collective, name in reversed(ended):
-        if is_collective:
+    for _, is_communication, name in reversed(ended):
+        if is_communication:
             return short(name)
     return f"other stream: {short(ended[-1][2])}" if ended else "the stream's own order"
 
 
 def slowed(kernels: list[Kernel]) -> list[Slowed]:
     """Returns the products that were seen alone and beside communication, by what communication cost them."""
-    communication = spans(kernel for kernel in kernels if kernel.is_collective)
+    communication = spans(kernel for kernel in kernels if kernel.is_communication)
     alone, beside = defaultdict(list), defaultdict(list)
     for kernel in kernels:
         took = kernel.end - kernel.begin
@@ -173,7 +178,7 @@ def slowed(kernels: list[Kernel]) -> list[Slowed]:
             part = within(kernel.begin, kernel.end, communication) / took
             if part == 0:
                 alone[kernel.name, kernel.shape].append(took)
-            elif part >= 0.5:
+            elif part >= LEAST_BESIDE:
                 beside[kernel.name, kernel.shape].append(took)
     found = [
         Slowed(
@@ -198,13 +203,13 @@ def lines(kernels: list[Kernel], most: int = 12) -> Iterator[str]:
     """Yields the lines of the report. ``most``: how many rows a table has."""
     stream = compute_stream(kernels)
     own = spans(kernel for kernel in kernels if kernel.stream == stream)
-    communication = spans(kernel for kernel in kernels if kernel.is_collective)
-    count = sum(kernel.is_collective for kernel in kernels)
+    communication = spans(kernel for kernel in kernels if kernel.is_communication)
+    count = sum(kernel.is_communication for kernel in kernels)
     both = sum(within(begin, end, communication) for begin, end in own)
     idle = [*idle_times(kernels)]
     yield (
         f"step {(own[-1][1] - own[0][0]) / 1e3:.1f} ms: the compute stream runs {length(own) / 1e3:.1f}, "
-        f"{count} kernels of collectives {length(communication) / 1e3:.1f}, both at once {both / 1e3:.1f}"
+        f"{count} of communication {length(communication) / 1e3:.1f}, both at once {both / 1e3:.1f}"
     )
     yield f"idle {sum(pause.length for pause in idle) / 1e3:.1f} ms, in {len(idle)} times of more than {LAUNCH:g} us"
     by_cause: Counter = Counter()
@@ -233,7 +238,7 @@ def lines(kernels: list[Kernel], most: int = 12) -> Iterator[str]:
     names: Counter = Counter()
     counts: Counter = Counter()
     for kernel in kernels:
-        if kernel.is_collective:
+        if kernel.is_communication:
             names[short(kernel.name)] += kernel.end - kernel.begin
             counts[short(kernel.name)] += 1
     for name, total in names.most_common(most):

@@ -127,6 +127,19 @@ def test_small_gradients_share_a_message(ranks, world, stage, config):
         assert (counters["buckets_sent"], counters["messages_sent"]) == (1, 1)
 
 
+def test_gradients_that_share_messages_need_one_copy_more(ranks):
+    """Gradients that are copied into messages by rank would need memory for more than one other bucket."""
+    # A bucket is sent with ten gradients, whose shards need no padding, and gathered while one is on its way.
+    half = 10 * 32
+    case = Case(bucket=2 * half, steps=2)
+    # In the first backward ranks have not seen yet in which order gradients arrive.
+    for counters in check_sent(ranks(2).run(many_parameters, case, count=40, numel=32))[1:]:
+        assert (counters["buckets_sent"], counters["messages_sent"]) == (4, 4)
+        assert counters["peak_pending"] == 4 * 2 * half
+        # A bucket that is on its way also has this rank's shards.
+        assert counters["peak_bucket"] <= 4 * (2 * half + half // 2)
+
+
 @vary("model", MODELS)
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_uses_of_one_block_are_reduced_together(ranks, stage, accumulation, model):

@@ -353,6 +353,7 @@ class Halved(NamedTuple):
 
     seen: List[List[int]]
     seen_without: List[List[int]]
+    partitions: List[int]  # elements of each parameter group's partition, in ranges
     error: float
     moved: float
 
@@ -366,6 +367,7 @@ def step_with_halves(case, place, one_pass):
             begin = [parameter.float().clone() for parameter in module.parameters()]
             if deepcompile:
                 step_in_one_pass(engine)
+                partitions = [master.numel() for master in engine.optimizer.single_partition_of_fp32_groups]
             halving = Halving(engine.optimizer.optimizer, place)
             for step in range(5):
                 backward(engine, step)
@@ -374,7 +376,7 @@ def step_with_halves(case, place, one_pass):
             ends.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             seen.append(halving.seen)
             engine.destroy()
-    return Halved(*seen, relative_error(*ends), relative_error(ends[1], begin))
+    return Halved(*seen, partitions, relative_error(*ends), relative_error(ends[1], begin))
 
 
 @vary("place", ["method", "wrapper", "class"])
@@ -384,8 +386,10 @@ def test_a_users_step_is_called_as_without_ranges(ranks, place, one_pass, groups
     """Ranges would call it several times for a parameter group, each time with a part of the gradient."""
     case = Case(adam=one_pass, dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
     for halved in ranks(2).run(step_with_halves, case, place, one_pass):
-        # Partitions have another number of elements there.
+        # DeepSpeed's own partitions have another number of elements.
         assert [*map(len, halved.seen)] == [*map(len, halved.seen_without)]
+        # The optimizer steps one parameter group after the other, each whole.
+        assert halved.seen == [[numel] for numel in halved.partitions] * (len(halved.seen) // groups)
         assert len(halved.seen) == groups * (2 if place == "class" else 5)
         assert halved.error < ROUNDING["bf16"] * halved.moved and halved.moved > 1e-3, halved
 
@@ -434,11 +438,10 @@ def gradients_within_a_step(case):
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
     """A list of gradients that a step keeps to its end would hold those of the whole model."""
-    found = ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers"))
-    for counts in found:
-        assert counts == sorted(counts, reverse=True) and counts[-1] <= 2
-    # The first rank has all of a small parameter.
-    assert found[0][0] > 5
+    # No parameter is so small that the first rank has all of it.
+    for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="AlignedBlocksWithin")):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
 
 
 def copies_kept(case, one_pass):

@@ -34,7 +34,9 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
-    "as_it_is",
+    "as_they_are",
+    # Where a part puts what carries gradients in another way than the core.
+    "set_carrier",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.

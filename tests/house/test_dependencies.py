@@ -25,10 +25,16 @@ HOLDERS = {
 OWN = {
     "_compile_arguments",
     "_deepcompile",
+    "_forget_partitions_of_base",
+    "_link_in_base_order",
     "_memory_recorder",
     "_told_of_its_stage",
+    "base_orders",
+    "even_layouts",
     "masters_as_remainders",
+    "own_partitions",
     "plain_class",
+    "whole_states",
 }
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
 HOOKS_OF_TORCH = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_code"}

@@ -286,11 +286,11 @@ def test_a_large_layer_beside_blocks_that_are_left_out(ranks, model, kept):
 
 
 class TurningBlock(AdaptedBlock):
-    """Takes a parameter at an even place for complex numbers. Those behind it lie at odd places."""
+    """Takes a parameter for complex numbers. Beside it are parameters of one number."""
 
     def __init__(self):
         super().__init__()
-        self.turn, self.one = torch.nn.Parameter(torch.randn(WIDTH // 2, 2)), torch.nn.Parameter(torch.ones(1))
+        self.one, self.turn = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.randn(WIDTH // 2, 2))
         self.other = torch.nn.ParameterList([torch.zeros(1)])
 
     @torch.compiler.disable
@@ -305,13 +305,18 @@ class TurningBlock(AdaptedBlock):
 def compare_turning():
     model = model_of(of_block=TurningBlock, __init__=functools.partialmethod(Body.__init__, depth=3))
     with mock.patch.dict(MODELS, turning=model):
+        module, engine = make("turning", SHARDED)
+        turned = [block.turn.storage_offset() for block in module.body.blocks]
+        engine.destroy()
         equal, _ = compare("turning", stage=2, steps=2)
-    return equal
+    # Whether complex numbers are looked for at another place of a unit than numbers of the parameter's dtype.
+    return equal, all(turned)
 
 
 def test_a_parameter_taken_for_complex_numbers(ranks):
-    """A backward would view all of a unit's memory as complex numbers, which may end at an odd place."""
-    assert all(equal == [True, True, True] for equal in ranks(2).run(compare_turning, timeout=100))
+    """A backward would read the parameter in its own dtype, or another one: complex numbers have half the offset."""
+    results = ranks(2).run(compare_turning, timeout=100)
+    assert all(equal == [True, True, True] for equal, _ in results) and all(is_within for _, is_within in results)
 
 
 def train_two(config):

@@ -458,7 +458,8 @@ def fail_to_load(run):
 def test_a_load_that_fails_leaves_the_master_weights(ranks):
     """The remainders of half a checkpoint on the parameters before it would be neither one's master weights."""
     results = ranks(2).run(fail_to_load, run_of(accumulation=1))
-    assert "RuntimeError: rank 0 could not load a checkpoint, so no rank goes on. It says: " in results[1][0]
+    said = "RuntimeError: rank 0 could not load a checkpoint, so no rank goes on. It says: {}"
+    assert results[1][0] == said.format(results[0][0])
     for said, kept, moved in results:
         assert "Error" in said and kept and moved, (said, kept, moved)
 

@@ -104,9 +104,12 @@ def _set_up(request):
         try:
             for carry in overriding(features, "carry"):
                 carry(optimizer, reducer)
-            adopt(optimizer, layouts, deepcompile.transformed)
             with every_rank_raises("set the optimizer up", engine.seq_data_parallel_group):
                 attach(optimizer, deepcompile)
+            # Attached first: if the exchange fails, the optimizer refuses to step partitions of two orders.
+            adopt(optimizer, layouts, deepcompile.transformed)
+            # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
+            deepcompile.links.link_again(optimizer)
             for commit in overriding(features, "commit"):
                 commit()
         except Exception as error:

@@ -55,8 +55,6 @@ class EvenOrder(DeepSpeedZeroOptimizer):
         if self._is_loading:
             # Linked when it is loaded.
             return
-        if self.cpu_offload:
-            self._get_offload_gradient_dict()
         for group, layout in enumerate(self.even_layouts):
             own = own_parameters(self, group)
             number = 0
@@ -227,12 +225,13 @@ def _per_element(state, *numels):
 def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states: Collection[int]) -> None:
     """Puts master weights, states and parameters into the order of layouts, unless they are. All ranks call it.
 
-    The optimizer's class becomes an :class:`EvenOrder`. A group's parameters are in memory twice meanwhile.
+    The optimizer's class becomes an :class:`EvenOrder`, unless it is one. A group's parameters are in memory twice
+    meanwhile.
 
     Args:
         whole_states: indices of the groups whose states belong to no element.
     """
-    if isinstance(optimizer, EvenOrder):
+    if hasattr(optimizer, "base_orders"):
         # A part has cut it while it was made, or an earlier engine has had it.
         optimizer.whole_states = whole_states
         return
@@ -252,7 +251,8 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
     optimizer._link_in_base_order()
     optimizer._param_slice_mappings = optimizer._create_param_mapping()
     optimizer._forget_partitions_of_base()
-    optimizer._link_all_hp_params()
+    # Mixins of parts link what they keep themselves when they are ready.
+    EvenOrder._link_all_hp_params(optimizer)
 
 
 def _adopt_group(optimizer, group, order):

@@ -156,7 +156,10 @@ def _with_step_local_gradients(cls, *mixins):
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
-    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state."""
+    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state.
+
+    The optimizer cannot step before :func:`~.even_order.adopt` has put its elements into the order of our layout.
+    """
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
@@ -164,8 +167,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer._deepcompile = deepcompile
     mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
-    # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
-    deepcompile.links.link_again(optimizer)
     deepcompile.placement.drop_memory_of_base(optimizer)
     attached.add(optimizer)
 
