@@ -241,6 +241,8 @@ class AdamStep:
             self._count = _number(self._state["step"]) + 1
             self.settings = self.make_settings(_scalars(self.partition, self._count))
         if self._kernel is not None:
+            if self._table is None:
+                self.prepare(gradient.by_offset())
             taken = gradient.as_they_are(first, limit)
             states = self.states(self._state, 0, self.master.numel())
             self._kernel.step_runs(self._table, first, limit, self.master, self.settings, *states)
