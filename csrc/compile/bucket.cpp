@@ -201,7 +201,8 @@ void Bucket::arrive()
         throw_for_other_ranks(purpose(), error);
     }
     for (auto& segment : segments_) {
-        const auto shard = drop_shard(segment);
+        // Copies to the host are only queued here, on another stream than that on which the shard was allocated.
+        const auto shard = segment.group->host ? segment.shard : drop_shard(segment);
         int64_t offset = 0;
         for (const auto& entry : segment.entries) {
             if (entry.shards.own > 0) {

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from deepspeed.compile.features.update import adam
 from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
+from deepspeed.compile.features.update.own_ranges import OwnRanges
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -111,7 +111,8 @@ def test_an_engine_steps_in_one_pass(ranks, tmp_path, world, traced, varied):
     )
     traced = traced and device().type == "cpu"
     for both in ranks(world).run(train_both_ways, case, tmp_path, traced, between):
-        assert both.ranges > 10
+        # The kernel steps all ranges at once, but for what a gather sends first.
+        assert both.ranges > (10 if device().type == "cpu" else 2)
         # A rounding of a master weight, of which each step has one, may round a parameter otherwise.
         assert both.error < ROUNDING[case.dtype] * both.moved + 5 * 2**-24 and both.moved > 1e-3, both
         assert both.states < 4 * ROUNDING[case.dtype], both
@@ -127,6 +128,8 @@ def gradients_in_one_pass(case):
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
     """A pass that kept its gradients would hold those of the whole model."""
+    if device().type != "cpu":
+        pytest.skip("on a GPU one kernel reads all gradients, and makes nothing beside them")
     case = Case(adam=True, dtype="bf16", model="RepeatedLayers")
     for counts in ranks(1).run(gradients_in_one_pass, case):
         assert counts == sorted(counts, reverse=True)

@@ -4,6 +4,7 @@
 
 import copy
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -94,9 +95,11 @@ class Beside:
         for optimizer, rule, new, _ in self.sides:
             there = in_one_run(new)
             partition = Partition(optimizer, 0, None, torch.bfloat16, there, step_is_unpatched=True)
-            given = PartitionGradient(
-                Views({0: gradient.clone()}), None, torch.empty(0, device=device()), torch.bfloat16
-            )
+            borders = [0, *(border for span in spans for border in span), NUMEL]
+            views = {
+                first: gradient[first:last].clone() for first, last in itertools.pairwise(borders) if first < last
+            }
+            given = PartitionGradient(Views(views), None, torch.empty(0, device=device()), torch.bfloat16)
             ranges = Ranges(rule.begin(partition), NUMEL, given, lambda first, last: None)
             ranges.step_first([*spans])
             ranges.step_rest()

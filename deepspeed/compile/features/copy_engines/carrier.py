@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ...zero_1_and_2.parameter.carrier import Awaitable, Collectives
-from .mapped import Mapped, mapped, shared_words
+from .mapped import mapped, shared_words
 from .native import native
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class CopyEngineCarrier:
         slots: int = SLOTS,
     ):
         self._group, self._device, self._maps_flat = group, device, maps_flat
-        self._flats: List[Mapped] = []
+        # What peers can read here: where it begins and ends, and what keeps it mapped. Not the tensors, whose memory
+        # others move and allocate anew.
+        self._flats: List[Tuple[int, int, object]] = []
         # Carries what lies elsewhere, such as parameters that were moved to the host and back.
         self._collectives = Collectives(group)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -102,7 +104,8 @@ class CopyEngineCarrier:
             return self._collectives.partition(numel, like)
         flat = mapped(numel, like.dtype, self._device, self._group)
         self.native.add_flat(flat.addresses, flat.bytes)
-        self._flats.append(flat)
+        begin = flat.tensor.data_ptr()
+        self._flats.append((begin, begin + flat.bytes, flat.handle))
         return flat.tensor.zero_()
 
     def take_in(self, partition: torch.Tensor) -> torch.Tensor:
@@ -139,11 +142,8 @@ class CopyEngineCarrier:
         return [self.native.gather(_parts(memory, runs), filled)]
 
     def _maps(self, tensor):
-        # Compare addresses: a storage is freed, moved and allocated anew under a tensor.
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
-        return any(
-            flat.tensor.data_ptr() <= begin and end <= flat.tensor.data_ptr() + flat.bytes for flat in self._flats
-        )
+        return any(first <= begin and end <= behind for first, behind, _ in self._flats)
 
     def close(self) -> None:
         """Waits for all that was begun, and frees the staging. Tensors of :meth:`flat_tensor` go on to live."""

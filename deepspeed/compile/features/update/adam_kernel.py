@@ -87,20 +87,19 @@ def runs_of(gradients: Sequence[Tuple[int, torch.Tensor]], new: Partition) -> Ru
         new: where new parameters are written.
 
     Returns:
-        the runs. Behind a gradient, its shard's padding is stepped too, so that blocks of states are whole. A run of
-        padding alone is left out.
+        the runs, together the whole partition: padding is stepped too, by gradients of 0.
     """
     found, kept = [], []
-    dtype = gradients[0][1].dtype if gradients else new.dtype
+    if not gradients or gradients[0][0]:
+        gradients = [(0, new.memory.new_empty(0, dtype=gradients[0][1].dtype if gradients else None)), *gradients]
+    dtype = gradients[0][1].dtype
     size, size_of_new, base = dtype.itemsize, new.dtype.itemsize, new.memory.data_ptr()
     ends = [*(offset for offset, _ in gradients[1:]), new.numel]
     for (offset, gradient), end in zip(gradients, ends, strict=True):
         address, count = gradient.data_ptr(), gradient.numel()
         for begin, place, numel in new.between(offset, end):
-            there = min(offset + count - begin, numel)
-            if there <= 0:
-                continue
-            source = address + (begin - offset) * size
+            there = max(min(offset + count - begin, numel), 0)
+            source = address + (begin - offset) * size if there else 0
             if there % _UNIT or source % 16:
                 # As many zeros behind it as fill its last unit, in memory that the kernel can read.
                 kept.append(torch.nn.functional.pad(gradient[begin - offset :][:there], (0, -there % _UNIT)).clone())
