@@ -14,15 +14,16 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
 
 - All-gather and reduce-scatter: ``base + hops inside nodes * inside + hops between nodes * between + S (n - 1) / n /
   B``.
-- One reduce or broadcast: ``base + n * hop + S / B``. A group of k together has ``ceil(k / 16)`` times the hops.
-- Latencies are those of NCCL's tuning.cc [1], where reduce and broadcast have the ring only, and every hop costs as
-  much as one over the network. LL is left out: it is for messages smaller than any of ours [2].
+- A group of k together has ``ceil(k / 16)`` times the hops.
+- Latencies are those of NCCL's tuning.cc [1]. LL is left out but for comparisons: it is for messages smaller than any
+  other of ours [2].
 - B is 360 GB/s, inside a node and between nodes: NCCL's developers expect 360 [3] to 370 [4] GB/s of NVLink on an
   H100, and 46 to 48 [5] of each adapter of 400 Gb/s.
 - NCCL puts all collectives of a group into one kernel [6] and shares their bytes equally among its channels, so up to
-  16 run side by side, and those of one channel follow each other. That is too slow where newer NCCL makes one ring of
-  a group's broadcasts (``NCCL_ALLGATHERV_ENABLE``).
-- All-gathers and reduce-scatters go around the ring too: PAT is for one GPU of each node [7], trees for all-reduce.
+  16 run side by side, and those of one channel follow each other.
+- All-gathers and reduce-scatters go around the ring: PAT is for one GPU of each node [7]. All-reduces may take trees.
+- One reduce or broadcast, which no step has any more: ``base + n * hop + S / B``, where NCCL counts every hop as one
+  over the network.
 
 **Steps** are simulated with one stream that computes and one that communicates.
 
@@ -32,32 +33,30 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
   waits for head and embedding, and then for each block.
 - Sharded (``shard_parameters: "all"``): the embedding is gathered when the forward begins, the first block behind
   it, then each block while the previous one computes, and the head under the last block. The backward begins with
-  the head, gathers the last block when it comes there, and the others one block ahead again, so two units are whole
-  at a time. Before a unit's broadcasts ranks compare its number, which NCCL sends by LL. No gather follows the step.
+  the head, gathers the last block when it comes there (from 256 ranks on it is still whole), and the others one block
+  ahead again, so two units are whole at a time. Before a unit is gathered ranks compare its number by an all-reduce,
+  which NCCL sends by LL. No gather follows the step.
 - FSDP2: a layer is gathered while the previous one computes, in the forward and, if layers are resharded, again in the
   backward, and its gradients are reduce-scattered behind it. Collectives of the one communicator follow each other.
 - Compute is 0.353 s for Qwen3-8B, a third of it the forward. The optimizer takes 10 ps for each element of a
   partition: 8.9 ms for 0.89e9 elements were measured (12 layers, 4 H200s, 2026-11-21, by a trace).
 
-**What the three choices by the number of ranks save** (``overlap_gather/gather.py``, ``send_numel()``), Qwen3-8B:
+**What the choices by the number of ranks save**, Qwen3-8B with NCCL's own latencies:
 
-- The broadcasts of a block are one group. On 128 ranks a step waits for them for 10 ms, and for 31 if one follows the
-  other; on 256 ranks for 13 and 249.
-- From 512 ranks on the overlapped gather is one all-gather. Broadcasts would save 19 ms there with NCCL's own
-  latencies, and cost 63 with twice these. On 256 ranks the overlapped gather saves 34 ms, and costs 55 with four times
-  these.
-- Larger buckets save 2 % of a step from 512 ranks on, or from 128 on with four times the latency.
+- Larger buckets (``send_numel()``): 3 ms of a step on 512 ranks and 129 on 1024; with four times the latency 127 on
+  256.
+- The last block, which stays whole (``shard_parameters/keep.py``): 6 ms from 256 ranks on.
 
-**Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 322 in 134
-buckets for Qwen3-8B on 2 ranks, where 323 in 134 were measured (2 H200s, 2026-11-22), because gradients arrive in
-another order.
+On 512 ranks and more, groups of few blocks would hide more of the overlapped gather than blocks do: of 27 ms that it
+is waited for on 1024 ranks, 9, or with four times the latency 104 of 272.
 
-**Limits.** Compute slows down while collectives run, which is left out: on 4 GPUs the model has steps of 0.412 s for
-the fork, 0.386 overlapped and 0.386 for FSDP2 kept, where 0.429, 0.421 and 0.433 were measured. NCCL's constants
-charge each hop of a reduce or broadcast as one over the network, though seven of eight are inside a node; most of
-FSDP2's advantage is this. With the hops of a reduce-scatter and four times the latency, the fork overlapped waits 44
-ms on 256 ranks and 170 on 512 for Qwen3-8B, where FSDP2 resharded waits 65 and 302. Left out are small collectives,
-the norm and the ranks' agreement (a latency each, 1 to 5 ms on 1024 ranks), and other users of the network.
+**Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 321 in 134
+buckets for Qwen3-8B on 2 ranks.
+
+**Limits.** Compute slows down while collectives run, which is left out: on 4 GPUs the model has a step of 0.386 s for
+FSDP2 kept, where 0.433 were measured. Left out are small collectives, the norm and the ranks' agreement (a latency
+each, 1 to 5 ms on 1024 ranks), and other users of the network. NCCL carries all: copy engines, which serve one host,
+are left out.
 
 **The model beside what was measured.** ``tests/house/test_scale_model.py`` holds the model to these figures, but
 for gathers and scatters of two ranks.
@@ -72,9 +71,8 @@ for gathers and scatters of two ranks.
 | a group of broadcasts, an equal part from each rank | | | 1.57 | 1.56 |
 
 A reduce of 64 MiB, a bucket of 2^25 elements, takes 0.200 ms on 2 H200s (model 0.220). The gather of all parameters of
-Qwen3-8B takes 39 ms on 8 (40), and the wait at the end of the backward 3.7 ms on 4 (3.5), by traces. Torch
-2.11.0+cu130, NVLink SHARP off; 8 H200s of one host on 2026-11-20, 4 on 2026-11-21, 2 on 2026-11-23 with
-``deepspeed --module benchmarks.collectives``.
+Qwen3-8B takes 39 ms on 8 (40), by a trace. Torch 2.11.0+cu130, NVLink SHARP off; 8 H200s of one host on 2026-11-20, 4
+on 2026-11-21, 2 on 2026-11-23 with ``deepspeed --module benchmarks.collectives``.
 
 | published, 8 H100s a node, GB/s | measured | model | with four times the latency |
 | --- | --- | --- | --- |

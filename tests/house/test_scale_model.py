@@ -161,6 +161,24 @@ def test_choices_never_cost_more_than_before(package, qwen3, latency):
     assert gained[1024] > 0.02 * case.compute
 
 
+@vary("ranks", [8, 256, 512, 1024])
+def test_a_step_waits_no_longer_than_one_of_fsdp2(package, qwen3, ranks):
+    """The page would say so, and by the model it would not be so: for lack of larger buckets, or of a block kept."""
+    scale = package("scale")
+    case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster()
+    for ours, theirs in (("fork, gather overlapped", "FSDP2, kept"), ("fork, sharded", "FSDP2, resharded")):
+        waits = [scale.SYSTEMS[name](case, cluster, ranks).exposed for name in (ours, theirs)]
+        assert waits[0] <= waits[1], waits
+
+
+def test_ranks_compare_by_a_tree(package):
+    """On many ranks a comparison would take as long as a ring, which NCCL leaves where a tree is faster."""
+    cluster = package("scale").Cluster()
+    # 2 * (7 hops inside of nodes and 7 between them), by the constants of NCCL's tuning.cc for LL.
+    assert cluster.compare(1024) == pytest.approx(6.8e-6 + 2 * (7 * 1.08e-6 + 7 * 5e-6))
+    assert cluster.compare(2) == pytest.approx(6.6e-6 + 2 * 0.6e-6)
+
+
 OVERLAPPED = "fork before, gather overlapped"
 
 

@@ -303,8 +303,8 @@ def test_blocks_that_stay_whole_by_default(monkeypatch):
     """On many ranks the last block stays where the configuration says nothing, and would not be counted."""
     assert (keep.kept_by_default(keep.KEEP_LAST_FROM - 1), keep.kept_by_default(keep.KEEP_LAST_FROM)) == (0, 1)
     monkeypatch.setattr(estimate, "kept_by_default", lambda ranks: 4 * ranks)
-    rows = rows_that_keep(None, 0, 8)
-    assert rows["0"].peak < rows["8"].peak == rows["None"].peak
+    rows = rows_that_keep(0, 8)
+    assert rows["0"].peak < rows["8"].peak == rows_that_keep(None)["None"].peak
 
 
 class Twice(Small):
