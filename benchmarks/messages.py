@@ -123,11 +123,12 @@ def sharded_gathers(model: Sizes, ranks: int) -> list[list[int]]:
 
 
 def _gathers(model, ranks, unit):
-    from deepspeed.compile.features.overlap_gather.gather import runs
     from deepspeed.compile.zero_1_and_2.parameter.carrier import in_messages
 
-    (of_group,) = runs([layout(model, ranks)], unit)
-    return [sum(numel for _, numel in message) for message in in_messages(of_group.in_flat_tensor(ranks), ranks)]
+    members = set(map(id, unit))
+    places = [place for place in layout(model, ranks).places if id(place.parameter) in members]
+    runs = [(place.first, ranks * place.shard) for place in places]
+    return [sum(numel for _, numel in message) for message in in_messages(runs, ranks)]
 
 
 def _members(model):

@@ -113,7 +113,7 @@ def step_partition(
         new: memory for the parameters, which may be that of the gradients.
         written: a function to call with (first, last) when the parameters [first, last) are written.
     """
-    from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
+    from deepspeed.compile.features.update.own_ranges import OwnStep
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
     from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
     from deepspeed.compile.zero_1_and_2.step.rule import Partition

@@ -309,7 +309,7 @@ private:
     std::string disagreement_;  ///< the message, once the ranks have disagreed
 };
 
-// 2. Reduced: gradients on their way to their owners. (bucket.cpp)
+// 2. Reduced: gradients of which each rank gets its shard. (bucket.cpp)
 
 /// Contiguous memory of one group's gradients: several small gradients, packed side by side, or one large gradient.
 /// Each is padded to as many elements as its shards have, so shard r of it begins at r times the shard's elements.
@@ -445,7 +445,7 @@ private:
     int64_t launches_before_ = 0;  ///< `launches_over()` when this reducer last sent a bucket
 };
 
-// 3. Bound: averaged gradients at their owner. (bucket.cpp)
+// 3. Bound: averaged gradients of this rank's shards. (bucket.cpp)
 
 /// Averaged gradients by their offset in a partition, in elements; each 1-D, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;

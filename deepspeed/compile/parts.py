@@ -27,6 +27,8 @@ NAMES = (
     "fixes.base",
     "tools.memory_picture",
     "features.activation_budget",
+    "features.checkpoints",
+    "features.offload_optimizer",
     "features.blocks",
     "fixes.model_code",
     "tools.reports",

@@ -165,7 +165,9 @@ def train(case, change, one_pass, alike):
                 change(optimizer.averaged_gradients, group, entries_of(optimizer, group, alike[group]))
             engine.step()
             after.append(held(gradient_counters(engine)) if case.deepcompile else NOTHING)
-        ends = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
+        # Without the part that links parameters with master weights, only the parameters say what these are.
+        master = torch.Tensor.detach if case.dtype == "fp32" else safe_get_full_fp32_param
+        ends = [master(parameter).clone() for parameter in module.parameters()]
         engine.destroy()
     return ends, after
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
-from deepspeed.compile.zero_1_and_2.gradient.registered import partially_trained_lookalikes
 
 from support import training
 from support.beside import Beside, check
@@ -103,19 +102,6 @@ def test_one_that_the_optimizer_lacks_in_one_of_several_layers(ranks, make, regi
     results = ranks(2).run(train_with_one_left_out, make, index, Case(config=REGIONAL if regional else None))
     check([outcome for outcome, _ in results])
     assert max(error for _, error in results) < BOUND
-
-
-@pytest.mark.quick
-def test_layers_that_share_no_graph_are_not_taken_for_alike():
-    """Where an optimizer lacks one linear layer, autograd would hold the gradients of all others of a model."""
-    model = BlocksWithin()
-    model.other = torch.nn.Linear(*model.body.blocks[0].up.weight.shape[::-1])
-    lacks = {id(model.other.weight), id(model.other.bias)}
-    registered = [parameter for parameter in model.parameters() if id(parameter) not in lacks]
-    assert partially_trained_lookalikes(model, registered) == []
-    norms = [block.norm.weight for block in model.body.blocks]
-    registered = [parameter for parameter in registered if parameter is not norms[1]]
-    assert list(map(id, partially_trained_lookalikes(model, registered))) == list(map(id, norms))
 
 
 def compile_complex():

@@ -45,12 +45,13 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
-    "offload_gradient_dict": {"zero_1_and_2.parameter.host_memory"},
+    "_hp_optimizer_states_linked": {"features.checkpoints.linked_states", "features.checkpoints.feature"},
+    "offload_gradient_dict": {"features.offload_optimizer.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
-        "zero_1_and_2.parameter.host_memory": "of the master weights: gives back what the base has made",
+        "zero_1_and_2.step.own_step": "of the master weights, while the optimizer steps them",
+        "features.update.own_ranges": "of a part of the master weights, while the optimizer steps it",
+        "features.offload_optimizer.host_memory": "of the master weights: gives back what the base has made",
         "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
@@ -59,9 +60,8 @@ WRITERS = {
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
-        "zero_1_and_2.step.rule": "what a rule has made for a partition",
-        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
-        "zero_1_and_2.step.even_order": "those of a partition in another order, while it is saved or loaded",
+        "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
+        "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
         "features.update.states": "in the form of 8 bits, of what was loaded",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
@@ -79,7 +79,7 @@ WRITERS = {
         "features.update.links": "sets parameter and remainder",
     },
     "lp_fragment": {
-        "zero_1_and_2.step.even_order": "leads to this rank's shard, and leaves the graph out",
+        "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",
         "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
     },
     "torch._dynamo.config": {

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.compile.features.update.adam import AdamStep
+from deepspeed.compile.features.update.own_ranges import OwnStep
 from deepspeed.compile.features.update.refused import states_that_stay_in_fp32
 from deepspeed.compile.tools.memory_picture.of_engine import tensors_of
 from deepspeed.compile.tools.memory_picture.record import Recording, phase
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep, WholeStep
+from deepspeed.compile.zero_1_and_2.step.own_step import WholeStep
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state

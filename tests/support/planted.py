@@ -269,7 +269,7 @@ FAULTS = {
         "a gradient is kept until the whole partition is stepped",
         CORE + "step/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
-        ("core/test_ranges.py",),
+        ("features/update/test_ranges.py",),
     ),
     "count of steps not kept": Fault(
         "Adam corrects the bias of each step in one pass as if it were the first",
@@ -318,16 +318,16 @@ FAULTS = {
     ),
     "half a step forgotten": Fault(
         "an engine goes on after a step that an exception ended while it changed parameters",
-        CORE + "step/interrupted.py",
+        FEATURES + "checkpoints/interrupted.py",
         {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
-        ("core/test_faults.py",),
+        ("features/checkpoints/test_interrupted.py",),
     ),
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
-        CORE + "parameter/host_memory.py",
+        FEATURES + "offload_optimizer/host_memory.py",
         {"own_parameters(optimizer, group).write(first, source)": "own_parameters(optimizer, group).write(0, source)"},
-        ("core/test_offload.py",),
+        ("features/offload_optimizer/test_offload.py",),
     ),
     "forward does not wait": Fault(
         "a block is called before its parameters have arrived, so that its guards fail",
@@ -408,13 +408,13 @@ FAULTS = {
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
         "gradients of the micro-batches before a checkpoint was loaded are in the next step",
-        CORE + "step/optimizer.py",
+        FEATURES + "checkpoints/feature.py",
         {
             "        self._deepcompile.backward.begin_anew()\n        self._deepcompile.backward.drop_step()\n": (
                 "        self._deepcompile.backward.begin_anew()\n"
             )
         },
-        ("core/test_sent_gradients.py", "core/test_checkpoints.py"),
+        ("core/test_sent_gradients.py", "features/checkpoints/test_checkpoints.py"),
     ),
     "loaded master weights not sent": Fault(
         "with remainders, a rank rounds the master weights that it has loaded, and does not send the parameters",
@@ -430,12 +430,12 @@ FAULTS = {
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        CORE + "step/optimizer.py",
+        FEATURES + "checkpoints/feature.py",
         {
-            "        self._deepcompile.links.forget_places()\n        self._deepcompile.links.link_again(self)\n": (
-                "        self._deepcompile.links.forget_places()\n"
+            "        self._links.forget_places()\n        self._links.link_again(self)\n": (
+                "        self._links.forget_places()\n"
             )
         },
-        ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),
+        ("features/muon/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
     ),
 }

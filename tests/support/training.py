@@ -183,14 +183,18 @@ class Pair(NamedTuple):
 @contextlib.contextmanager
 def ranges_of(numel):
     """Within it an optimizer is stepped in ranges of so many elements, on any device."""
-    from deepspeed.compile.zero_1_and_2.step import ranges
+    # The core's tests run where this part was removed.
+    if "features.update" not in NAMES:
+        yield
+        return
+    from deepspeed.compile.features.update import own_ranges
 
-    before = ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST
-    ranges.RANGE_NUMEL = ranges.RANGE_NUMEL_ON_HOST = numel
+    before = own_ranges.RANGE_NUMEL, own_ranges.RANGE_NUMEL_ON_HOST
+    own_ranges.RANGE_NUMEL = own_ranges.RANGE_NUMEL_ON_HOST = numel
     try:
         yield
     finally:
-        ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST = before
+        own_ranges.RANGE_NUMEL, own_ranges.RANGE_NUMEL_ON_HOST = before
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import (
     Any,
     Callable,
     Collection,
+    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from .graph.backend import Backend, Frame
     from .layout import Layout
     from .parameter.gather import AllGather
+    from .parameter.placement import Placement
     from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -167,7 +169,8 @@ class Feature:
 
     def carry(self, optimizer: "DeepSpeedZeroOptimizer", reducer: "Reducer") -> None:
         """Called on every rank when all ranks have made their parts, before parameters move to our flat tensors. May
-        call collectives. Here a part puts a process group's carrier in place of its collectives."""
+        call collectives. Here a part puts a process group's carrier in place of its collectives: of gradients by
+        ``set_carrier()`` of the reducer, of parameters into ``carriers_of()`` the optimizer."""
 
     def commit(self) -> None:
         """Called on every rank when all ranks have made their parts and the optimizer has their methods. Makes changes
@@ -185,10 +188,14 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather.
     gather: Optional["AllGather"] = None
+    # Where gradients and new parameters lie, in place of the core's Placement.
+    placement: Optional["Placement"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
     # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
     meets_in_backward = False
+    # A subclass of EvenOrder: the optimizer keeps its methods for good, once elements are in our order.
+    in_our_order: Optional[type] = None
     # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 
@@ -206,10 +213,17 @@ class Feature:
         """Returns the rules that step partitions, in the order in which they are asked. Called once, before
         :meth:`commit`.
 
-        ``others`` are the rules of the parts before this one. The last of them makes the optimizer itself step ranges.
-        If no rule serves a partition, the optimizer steps the whole partition.
+        ``others`` are the rules of the parts before this one. If no rule serves a partition, the optimizer steps the
+        whole partition.
         """
         return others
+
+    def refuse(self) -> None:
+        """Called before a backward and before a step. Raises RuntimeError if the engine must not train."""
+
+    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
+        """Returns a context of the code of a step that changes parameters. ``engine``: None if it is gone."""
+        return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

@@ -5,8 +5,7 @@
 Each parameter group has one flat tensor, in which each parameter lies in one place. Each parameter is cut into equal
 shards, one for each rank of its process group: so every rank sends and receives as much as the others, whichever
 parameters are used together. A rank's partition is its shards of all parameters, one after the other. :class:`Layout`
-says which elements are in which partition. Our code asks it alone. On disk partitions are cut as the base cuts them
-(``parameter/order.py``).
+says which elements are in which partition. Our code asks it alone. On disk partitions are cut as the base cuts them.
 """
 
 from typing import Iterable, Iterator, List, NamedTuple, Optional, Tuple
@@ -22,17 +21,14 @@ SHARD_MULTIPLE = 256
 
 
 class Piece(NamedTuple):
-    """The part of one parameter that one rank owns. All numbers are in elements.
+    """A rank's shard of a parameter, without padding. All numbers are in elements.
 
-    ``owner`` is the rank, in the group's process group. The piece has ``numel`` elements. It begins at
-    ``source_offset`` in the parameter, at ``offset`` in the owner's partition, and at ``first`` in the flat tensor.
+    It begins at ``source_offset`` in the parameter, and at ``offset`` in the rank's partition.
     """
 
     parameter: Parameter
-    owner: int
     source_offset: int
     offset: int
-    first: int
     numel: int
 
 
@@ -50,10 +46,10 @@ class Place(NamedTuple):
     offset: int
 
     def piece(self, rank: int) -> Piece:
-        """Returns the part of a rank, which may have no elements."""
+        """Returns the part of a rank of the group's process group. It may have no elements."""
         source = min(rank * self.shard, self.numel)
         numel = min(self.numel - source, self.shard)
-        return Piece(self.parameter, rank, source, self.offset, self.first + source, numel)
+        return Piece(self.parameter, source, self.offset, numel)
 
 
 class ViewSpec(NamedTuple):
@@ -97,11 +93,6 @@ class Layout:
     def flat_numel(self) -> int:
         """Elements of the flat tensor."""
         return self.world * self.partition_numel
-
-    def pieces(self) -> Iterator[Piece]:
-        """Yields the pieces of all parameters that have elements, in the order of the flat tensor."""
-        pieces = (place.piece(rank) for place in self.places for rank in range(self.world))
-        return (piece for piece in pieces if piece.numel)
 
     def own_pieces(self) -> Iterator[Piece]:
         """Yields the pieces in this rank's partition that have elements, in its order."""

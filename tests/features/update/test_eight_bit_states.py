@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
+from deepspeed.compile.features.checkpoints.order import BaseOrder
 from deepspeed.compile.features.update import eight_bit
 from deepspeed.compile.features.update.adam_operators import Elements, Settings
 from deepspeed.compile.features.update.blockwise import (
@@ -27,7 +28,6 @@ from deepspeed.compile.features.update.eight_bit import EightBitAdam
 from deepspeed.compile.features.update.saved_blocks import saved, taken, to_fp32_in_base_order
 from deepspeed.compile.features.update.states import StatesOfAdam
 from deepspeed.compile.zero_1_and_2.layout import Layout
-from deepspeed.compile.zero_1_and_2.parameter.order import BaseOrder
 from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
 from deepspeed.compile.zero_1_and_2.step import partition_gradient
 from deepspeed.compile.zero_1_and_2.step import ranges as of_partition

@@ -24,7 +24,7 @@ from deepspeed.compile.features.update.adam_operators import (
     step_rows,
 )
 from deepspeed.compile.features.update.dynamic_map import BLOCK, decode, encode, make_map
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
+from deepspeed.compile.features.update.own_ranges import OwnStep
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.partitions import note_step
 from deepspeed.compile.zero_1_and_2.step.ranges import Ranges

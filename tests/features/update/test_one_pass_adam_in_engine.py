@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from deepspeed.compile.features.update import adam
 from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
+from deepspeed.compile.features.update.own_ranges import OwnRanges
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

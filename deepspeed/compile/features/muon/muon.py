@@ -22,7 +22,7 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout
-from ...zero_1_and_2.parameter.order import base_orders
+from ..checkpoints.order import base_orders
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -8,7 +8,7 @@ parameters that have arrived, so ``feature.py`` waits before compiled code runs.
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, List, NamedTuple, Set, Tuple
+from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, List, Set, Tuple
 
 from torch.nn import Parameter
 
@@ -16,7 +16,6 @@ from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, Place
-from ...zero_1_and_2.parameter.carrier import carrier_of
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .arriving import Arrival, can_be_marked, mark, unmark
 
@@ -24,33 +23,13 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
-class Runs(NamedTuple):
-    """The parameters of a unit in one parameter group."""
-
-    group: int
-    places: List[Place]  # in the order of the flat tensor
-
-    def in_flat_tensor(self, world: int) -> List[Tuple[int, int]]:
-        """Lists (first, elements) of the memory of each parameter, with the padding of its shards."""
-        return [(place.first, world * place.shard) for place in self.places]
-
-    def spans(self) -> List[Tuple[int, int]]:
-        """Lists the spans of the parameters' shards in a rank's partition, [first, last) in elements, ascending."""
-        spans: List[Tuple[int, int]] = []
-        for place in self.places:
-            begin = spans.pop()[0] if spans and spans[-1][1] == place.offset else place.offset
-            spans.append((begin, place.offset + place.shard))
-        return spans
-
-
-def runs(layouts: Iterable[Layout], parameters: Iterable[Parameter]) -> List[Runs]:
-    """Lists where parameters lie in each parameter group that has any of them."""
-    wanted = {id(parameter) for parameter in parameters}
-    found = (
-        Runs(group, [place for place in layout.places if id(place.parameter) in wanted])
-        for group, layout in enumerate(layouts)
-    )
-    return [of_group for of_group in found if of_group.places]
+def spans_of(places: Iterable[Place]) -> List[Tuple[int, int]]:
+    """Lists the spans of parameters' shards in a rank's partition, [first, last) in elements. ``places`` ascend."""
+    spans: List[Tuple[int, int]] = []
+    for place in places:
+        begin = spans.pop()[0] if spans and spans[-1][1] == place.offset else place.offset
+        spans.append((begin, place.offset + place.shard))
+    return spans
 
 
 class OverlappedGather(AllGather):
@@ -80,8 +59,11 @@ class OverlappedGather(AllGather):
             if any(id(parameter) in unseen or not can_be_marked(parameter) for parameter in unit)
         ]
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
-        self._layouts = layouts
-        self._runs = [runs(layouts, unit) for unit in units]
+        # Unit -> parameter group -> where its parameters in the group lie, in the order of the flat tensor.
+        self._places: List[List[List[Place]]] = [[[] for _ in layouts] for _ in units]
+        for group, layout in enumerate(layouts):
+            for place in layout.places:
+                self._places[self._unit_of[id(place.parameter)]][group].append(place)
         # Number of a unit that is being gathered -> what is on its way that nobody has waited for.
         self._works: Dict[int, list] = {}
         # Two threads of the caller may read one parameter.
@@ -96,7 +78,7 @@ class OverlappedGather(AllGather):
 
         A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
         """
-        return [span for of_group in self._runs[0] if of_group.group == group for span in of_group.spans()]
+        return spans_of(self._places[0][group])
 
     def start_first(self) -> None:
         """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
@@ -119,7 +101,7 @@ class OverlappedGather(AllGather):
             self.start_first()
         self._sent_first = False
         with collective(PURPOSE):
-            for index in range(1, len(self._runs)):
+            for index in range(1, len(self._places)):
                 self._note_sent(index, self._gather(index))
         self.wait(self._not_overlapped)
 
@@ -135,12 +117,9 @@ class OverlappedGather(AllGather):
 
     def _gather(self, unit):
         """Returns what to wait for until one unit is gathered."""
-        optimizer, works = self._optimizer(), []
-        for of_group in self._runs[unit]:
-            group, layout = of_group.group, self._layouts[of_group.group]
-            flat = optimizer.bit16_groups_flat[group]
-            works += carrier_of(optimizer, group).gather(flat, of_group.in_flat_tensor(layout.world))
-        return works
+        return [
+            work for group, places in enumerate(self._places[unit]) if places for work in self.begin(group, places)
+        ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
         """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""

@@ -85,7 +85,9 @@ class Partitions:
         # Links have views of the flat tensor.
         for group, layout in enumerate(optimizer.even_layouts):
             for piece in layout.own_pieces():
-                piece.parameter._hp_mapping.lp_fragment = self.own[group].narrow(0, piece.offset, piece.numel)
+                links = piece.parameter._hp_mapping
+                if links is not None:
+                    links.lp_fragment = self.own[group].narrow(0, piece.offset, piece.numel)
 
 
 class _OfGroup(NamedTuple):

@@ -121,7 +121,7 @@ class UnitMemory:
         """Moves the parameters into the buffer, or on a single rank to its device.
 
         Returns whether other ranks lack values: of frozen parameters that were on the host. Trained ones that were
-        there have values nowhere else than with their owners, because ``from_host.py`` has cut them.
+        there have no values here but this rank's shards, because ``from_host.py`` has cut them.
         """
         from_host = {name for name, held in self._parameters.items() if vars(held).pop(BROADCAST_LATER, False)}
         if not self.is_shared:

@@ -24,9 +24,9 @@ from ...zero_1_and_2.messages import log_info
 from ...zero_1_and_2.parameter.runs import Runs
 from ...zero_1_and_2.step.authors import hooks_of_torch, runs_unpatched_step
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.ranges import end_of_range
 from ...zero_1_and_2.step.rule import Partition, is_scaled_by_autocast
 from .adam_operators import Elements, Scalars, Settings, compile_step
+from .own_ranges import end_of_range
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)

@@ -16,6 +16,7 @@ from .adam import EAGER_NUMEL, AdamStep, kernel_for, new_state
 from .adam_operators import Settings, step_rows
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 from .dynamic_map import BLOCK
+from .own_ranges import keep_state
 
 THIRD_STATE = "has no form for the third state of amsgrad=true; set amsgrad to false"
 
@@ -55,7 +56,7 @@ class EightBitStep(AdamStep):
             to_blocks(state, master)
         else:
             state = {**new_state(partition), **zeros(master)}
-        partition.keep_state(state)
+        keep_state(partition, state)
         return state
 
     def make_settings(self, scalars: torch.Tensor) -> Settings:

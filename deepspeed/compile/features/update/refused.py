@@ -68,7 +68,7 @@ def unsupported_master_weights(request: Request) -> Iterator[str]:
     for name, submodule in engine.module.named_modules():
         is_embedding = isinstance(submodule, (Embedding, EmbeddingBag))
         if is_embedding and submodule.max_norm is not None and id(submodule.weight) in trained:
-            # Ranks read different rows, and the master weight has the owner's.
+            # Ranks read different rows, and the master weights have those of the rank whose shard has a row.
             yield (
                 f"compile.{OPTION} needs parameters that all ranks change alike, and the forward of "
                 f"{name or type(submodule).__name__} scales the rows that a rank reads down to its max_norm; set its "

@@ -10,6 +10,7 @@ from ...zero_1_and_2.step.rule import Partition
 from .adam import EAGER_NUMEL, AdamStep, is_fp32, kernel_for, names_of_states, new_state, problem_with
 from .adam_operators import step_rows
 from .eight_bit import EightBitAdam
+from .own_ranges import keep_state
 
 
 class RemaindersAdam:
@@ -55,5 +56,5 @@ class EveryStep(AdamStep):
         partition = self.partition
         if not partition.state:
             zeros = {name: torch.zeros_like(partition.master.data) for name in names_of_states(partition)}
-            partition.keep_state({**new_state(partition), **zeros})
+            keep_state(partition, {**new_state(partition), **zeros})
         return partition.state

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Tuple
 
 import torch
 
-from ...zero_1_and_2.parameter.order import BaseOrder
+from ..checkpoints.order import BaseOrder
 from .blockwise import FORM, LENGTHS, SIGNED, form, names_of
 from .dynamic_map import BLOCK, LEAST_SCALE, decode, make_map, zero_code
 

@@ -21,7 +21,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.layout import layouts_of
-from ...zero_1_and_2.parameter.order import base_orders
+from ..checkpoints.order import base_orders
 from .blockwise import (
     FORM,
     LENGTHS,

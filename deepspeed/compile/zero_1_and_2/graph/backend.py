@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch._functorch.config
@@ -35,15 +35,12 @@ class Backend:
         debug_log: bool,
         registered: Sequence[torch.nn.Parameter],
         identity: int,
-        left_to_autograd: Sequence[torch.nn.Parameter] = (),
     ):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
         self.compiler, self.dynamic, self.debug_log = compiler, dynamic, debug_log
         # Says which inputs of a graph are registered parameters, and numbers them.
         self.numbers = ParameterNumbers(identity, registered)
-        # One graph may be called with one of these or with a registered parameter, so it reduces neither.
-        self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
         # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
@@ -53,6 +50,8 @@ class Backend:
         self.rewrites: List[Callable[[Sequence], Optional[Rewrite]]] = []
         # Returns the partitioner to use in place of torch's own, for example to keep fewer activations.
         self.split: Optional[Callable[[Sequence], Split]] = None
+        # Ids of parameters. One graph may be called with one of these or with another one, so it reduces neither.
+        self.left_to_autograd: Set[int] = set()
         # The number of modules that a part compiles by themselves. From one on, nothing else may compile the engine's
         # module. From two on, no graph runs last in every backward.
         self.compiled_modules = 0

@@ -138,7 +138,8 @@ class Collectives:
         self._side.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._side):
             _Arrival(*self._send_joined(runs, shards)).wait()
-            return _Reached(self._side.record_event())
+            # Its wait() makes the stream wait that is current then.
+            return self._side.record_event()
 
     def _send_joined(self, runs, shards):
         own = torch.cat(shards)
@@ -176,16 +177,6 @@ class _Arrival:
         if self._places:
             torch._foreach_copy_(self._places, list(self._arrived))
             self._places, self._arrived = [], []
-
-
-class _Reached:
-    """What a stream does until an event."""
-
-    def __init__(self, event: Any):
-        self._event = event
-
-    def wait(self) -> None:
-        get_accelerator().current_stream().wait_event(self._event)
 
 
 def carrier_of(optimizer: DeepSpeedZeroOptimizer, group: int) -> Carrier:

@@ -3,14 +3,14 @@
 """Distributes the new values of parameters after a ZeRO-1/2 step, in which each rank stepped its own partition."""
 
 import weakref
-from typing import Container, List, Optional, Tuple
+from typing import Container, List, Optional, Sequence, Tuple
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
-from ..layout import layouts_of
-from .carrier import carrier_of
+from ..layout import Place, layouts_of
+from .carrier import Awaitable, carrier_of
 
 PURPOSE = "get the parameters that other ranks have stepped"
 
@@ -42,12 +42,16 @@ class AllGather:
         Raises:
             DistBackendError: if the collective failed, for example because another rank died.
         """
-        optimizer = self._optimizer()
-        for group, layout in enumerate(layouts_of(optimizer)):
-            runs = [(place.first, layout.world * place.shard) for place in layout.places]
+        for group, layout in enumerate(layouts_of(self._optimizer())):
             with collective(PURPOSE):
-                for work in carrier_of(optimizer, group).gather(optimizer.bit16_groups_flat[group], runs):
+                for work in self.begin(group, layout.places):
                     work.wait()
+
+    def begin(self, group: int, places: Sequence[Place]) -> List[Awaitable]:
+        """Begins to gather the parameters of a group that lie in these places. Returns what to wait for."""
+        optimizer, world = self._optimizer(), layouts_of(self._optimizer())[group].world
+        runs = [(place.first, world * place.shard) for place in places]
+        return carrier_of(optimizer, group).gather(optimizer.bit16_groups_flat[group], runs)
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
         """Raises ValueError if one of the states in ``include`` (None: of all states) cannot move to the host."""

@@ -16,7 +16,7 @@ from .runs import Runs, own_parameters
 class Placement:
     """Gradients lie on the device, in memory of the reducer, and new parameters are written where parameters lie.
 
-    :class:`HostMemory` places them elsewhere, if ``offload_optimizer`` puts the optimizer on the host.
+    A part places them elsewhere, if ``offload_optimizer`` puts the optimizer on the host.
     """
 
     # Whether gradients lie in host memory, and the step writes new parameters over them.
@@ -30,8 +30,10 @@ class Placement:
             gradient accumulation dtype, or None for memory of the reducer.
 
         Raises:
-            RuntimeError: if the memory cannot be allocated.
+            RuntimeError: if the memory cannot be allocated, or if no part serves an optimizer on the host.
         """
+        if optimizer.cpu_offload:
+            raise RuntimeError("DeepCompile needs its part features.offload_optimizer for an optimizer on the host")
         return None
 
     def drop_memory_of_base(self, optimizer: DeepSpeedZeroOptimizer) -> None:

@@ -44,14 +44,9 @@ class Runs:
                 yield first, place + first - begin, end - first
                 first = end
 
-    def placed(self, first: int, last: int) -> List[Tuple[int, torch.Tensor]]:
-        """Lists views of the memory that have the elements [first, last) in order, with their offsets in the
-        partition."""
-        return [(begin, self.memory.narrow(0, place, numel)) for begin, place, numel in self.between(first, last)]
-
     def views(self, first: int, last: int) -> List[torch.Tensor]:
-        """Lists the views of :meth:`placed`."""
-        return [view for _, view in self.placed(first, last)]
+        """Lists views of the memory that have the elements [first, last) in order."""
+        return [self.memory.narrow(0, place, numel) for _, place, numel in self.between(first, last)]
 
     def read(self, first: int, last: int) -> torch.Tensor:
         """Returns the elements [first, last), 1-D: a view if they lie in one run, otherwise a copy."""

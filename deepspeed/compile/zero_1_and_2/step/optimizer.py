@@ -7,11 +7,10 @@
 
 import functools
 import weakref
-from typing import Any, Callable, Container, Dict, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..engine.state import EngineState
@@ -68,7 +67,7 @@ class StepLocalGradients(EvenOrder):
         self._deepcompile.refuse()
         step.run(self)
         if not self.overflow:
-            self._deepcompile.links.link(self)
+            self.link_states()
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Does nothing when the base has stepped one group: the states of all groups are linked after the step."""
@@ -80,27 +79,7 @@ class StepLocalGradients(EvenOrder):
             super().zero_grad(set_to_none)
         self._deepcompile.backward.drop_step()
 
-    # Checkpoints and states ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> Dict[str, Any]:
-        self._deepcompile.interrupted_step.refuse()
-        if self in attached:
-            # A set-up that failed half-way may have left master weights in two forms.
-            self._deepcompile.refuse()
-        self._deepcompile.gather.wait_all()
-        return super().state_dict()
-
-    def load_state_dict(self, *args, **kwargs) -> None:
-        self._deepcompile.gather.wait_all()
-        super().load_state_dict(*args, **kwargs)
-        self._deepcompile.links.forget_places()
-        self._deepcompile.links.link_again(self)
-        # All parameters have the checkpoint's values now, and a new step begins.
-        self._deepcompile.interrupted_step.forget()
-        self._deepcompile.backward.begin_anew()
-        self._deepcompile.backward.drop_step()
-
-    # The base's two methods below read or write parameters.
+    # Checkpoints and states are those of a part. The base's two methods below read or write parameters.
 
     def update_lp_params(self) -> None:
         gather = self._deepcompile.gather
@@ -116,29 +95,6 @@ class StepLocalGradients(EvenOrder):
     def refresh_fp32_params(self) -> None:
         self._deepcompile.gather.wait_all()
         super().refresh_fp32_params()
-
-    def offload_states(
-        self, include: Optional[Container[OffloadStateTypeEnum]] = None, *args: Any, **kwargs: Any
-    ) -> None:
-        self._deepcompile.gather.refuse_to_offload(include)
-        self._deepcompile.gather.wait_all()
-        self._deepcompile.links.drop_links(self, OffloadStateTypeEnum.optim_states in self.offloaded_states)
-        super().offload_states(include, *args, **kwargs)
-        self._deepcompile.links.link_again(self)
-
-    def reload_states(self, *args, **kwargs) -> None:
-        self._deepcompile.gather.wait_all()
-        super().reload_states(*args, **kwargs)
-        self._deepcompile.links.return_to_host()
-        self._deepcompile.links.link_again(self)
-
-    def _link_all_hp_params(self):
-        super()._link_all_hp_params()
-        # The new links lead to no states.
-        self._hp_optimizer_states_linked = False
-
-    def _get_offload_gradient_dict(self):
-        """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
 
     def destroy(self) -> None:
         self._deepcompile.let_go()

@@ -53,10 +53,6 @@ class Partition:
         """The optimizer's state of the master weights, empty before the first step."""
         return self.optimizer.state.get(self.master) or {}
 
-    def keep_state(self, state: Dict[str, Any]) -> None:
-        """Makes ``state`` the optimizer's state of the master weights."""
-        self.optimizer.state[self.master] = state
-
 
 class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
@@ -66,6 +62,7 @@ class Step(Protocol):
 
         ``gradients``: (offset in the partition, 1-D) of each, ascending, where :meth:`run` finds them.
         """
+        return
 
     def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
         """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.
@@ -76,6 +73,7 @@ class Step(Protocol):
 
     def finish(self) -> None:
         """Called when all elements are stepped. Writes states that belong to no element, such as the step count."""
+        return
 
 
 class Rule(Protocol):

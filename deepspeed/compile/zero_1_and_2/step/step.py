@@ -70,7 +70,7 @@ def _run(optimizer):
         return
 
     deepcompile.gather.take_changes()
-    with deepcompile.interrupted_step.changing_parameters(deepcompile.engine):
+    with deepcompile.updating():
         if transform is not None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
                 transform.run(optimizer)

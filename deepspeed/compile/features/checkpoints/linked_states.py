@@ -50,7 +50,8 @@ class LinkedStates:
         for group, (parameters, master) in enumerate(groups):
             # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
             layout = optimizer._deepcompile.layouts[group]
-            spans = [(piece.offset, piece.numel) for piece in layout.pieces()]
+            pieces = (place.piece(rank) for place in layout.places for rank in range(layout.world))
+            spans = [(piece.offset, piece.numel) for piece in pieces if piece.numel]
             state = optimizer.optimizer.state[master].items()
             can_be_linked = group not in optimizer._deepcompile.transformed
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}

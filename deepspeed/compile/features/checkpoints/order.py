@@ -14,8 +14,8 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ..collectives import collective
-from ..layout import Layout
+from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.layout import Layout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -19,9 +19,9 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
 
-from deepspeed.compile.zero_1_and_2.step import ranges
+from deepspeed.compile.features.update import own_ranges
+from deepspeed.compile.features.update.own_ranges import OwnRanges, OwnStep
 from deepspeed.compile.zero_1_and_2.step.authors import runs_unpatched_step
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
 from deepspeed.compile.zero_1_and_2.step.rule import Partition
@@ -411,7 +411,7 @@ def steps_in_ranges(case):
         return take(self, first, last)
 
     PartitionGradient.scaled = taken
-    for numel in (50, ranges.RANGE_NUMEL):
+    for numel in (50, own_ranges.RANGE_NUMEL):
         with ranges_of(numel):
             module, engine = start(case)
             for step in range(3):

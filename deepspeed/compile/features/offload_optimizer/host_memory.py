@@ -15,13 +15,13 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from .placement import Placement
-from .runs import Runs, in_one_run, own_parameters
+from ...zero_1_and_2.parameter.placement import Placement
+from ...zero_1_and_2.parameter.runs import Runs, in_one_run, own_parameters
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from ..gradient.views import PartitionViews
+    from ...zero_1_and_2.gradient.views import PartitionViews
 
 
 class HostMemory(Placement):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With the optimizer on the host (``offload_optimizer``), gradients go there too, and training stays what it is.
 
-``test_dtypes.py`` has the number formats, and ``test_checkpoints.py``, ``test_engine_state.py`` and
-``core/test_read_and_set.py`` what is saved, moved, read and set.
+``test_dtypes.py`` has the number formats, ``test_engine_state.py`` what is moved, and
+``features/checkpoints/`` what is saved, read and set.
 """
 
 import contextlib
