@@ -152,6 +152,11 @@ void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& 
     const auto& adding = streams_[Step::adding].stream;
     ready.block(staging);
     ready.block(adding);
+    // Before a stream waits for them: the watcher bounds these waits also if what follows raises.
+    signals_->expect(Channel::staged, portions_);
+    if (portions_ > shape_.slots) {
+        signals_->expect(Channel::pulled, portions_ - static_cast<uint32_t>(shape_.slots));
+    }
     try {
         for (const auto& step : schedule(shape_, first, count)) { run(step, portions, messages, 1 / divisor); }
     } catch (...) {
@@ -159,10 +164,6 @@ void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& 
         record_event(staging).block(adding);
         works.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
         throw;
-    }
-    signals_->expect(Channel::staged, portions_);
-    if (portions_ > shape_.slots) {
-        signals_->expect(Channel::pulled, portions_ - static_cast<uint32_t>(shape_.slots));
     }
     // This rank's contributions may be staged later than its own sum is ready.
     record_event(staging).block(adding);
@@ -273,6 +274,7 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
     use_context();
     record_event(current_stream(receive_.device())).block(gathers_.stream);
     const uint32_t number = ++gathers_begun_;
+    signals_->expect(Channel::updated, number);
     post(gathers_, Channel::updated, number);
     for (size_t index = 0; index < shards.size(); ++index) {
         const auto bytes = bytes_of(shards[index]);
@@ -294,7 +296,6 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
         }
     }
     post(gathers_, Channel::gathered, number);
-    signals_->expect(Channel::updated, number);
     return c10::make_intrusive<Carried>(record_event(gathers_.stream), receive_.device(), signals_);
 }
 
@@ -304,8 +305,8 @@ void CopyEngines::before_write()
     signals_->check();
     if (gathers_begun_ == 0) { return; }
     use_context();
-    for (const auto peer : shape_.peers()) { wait(gathers_, peer, Channel::gathered, gathers_begun_); }
     signals_->expect(Channel::gathered, gathers_begun_);
+    for (const auto peer : shape_.peers()) { wait(gathers_, peer, Channel::gathered, gathers_begun_); }
     record_event(gathers_.stream).block(current_stream(receive_.device()));
 }
 

@@ -15,9 +15,16 @@ from deepspeed.utils.mixed_precision_linkage import link_hp_params
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
 from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.runs import own_parameters
 from ...zero_1_and_2.step.even_order import EvenOrder
 from .order import BaseOrder, base_orders
+
+IN_SHARDS = "in even shards"
+LOST = (
+    "the states of parameter group {} begin anew: they cannot be cut, and were saved by another number of ranks or "
+    "without DeepCompile"
+)
 
 
 class InBaseOrder(EvenOrder):
@@ -81,6 +88,9 @@ class InBaseOrder(EvenOrder):
     def masters_from_base(self, group: int) -> torch.Tensor:
         master, order = self.single_partition_of_fp32_groups[group], self.base_orders[group]
         state = self.optimizer.state.get(master, {}) if group not in self.whole_states else {}
+        if _uncut(state, order.numel):
+            warn(LOST.format(group))
+            state.clear()
         for name in _per_element(state, order.numel):
             state[name] = order.to_even(state[name], state[name].device)
         return order.to_even(master.detach(), master.device)
@@ -108,7 +118,10 @@ class InBaseOrder(EvenOrder):
         super()._restore_from_bit16_weights()
 
     def state_dict(self) -> Dict[str, Any]:
-        """Returns the base's state dict, with its tensors on the host. All ranks call it."""
+        """Returns the base's state dict, with its tensors on the host. All ranks call it.
+
+        States that cannot be cut, such as quantized ones, are in our order, under names that no optimizer reads.
+        """
         before = self.single_partition_of_fp32_groups
         states = [*self._states()]
         try:
@@ -116,8 +129,11 @@ class InBaseOrder(EvenOrder):
                 order.to_base(master.detach(), "cpu") for order, master in zip(self.base_orders, before, strict=True)
             ]
             for order, master, state, names in states:
-                converted = {name: order.to_base(state[name], "cpu") for name in names}
-                self.optimizer.state[master] = {**state, **converted}
+                as_saved = {name: order.to_base(state[name], "cpu") for name in names}
+                uncut = _uncut(state, order.layout.partition_numel)
+                as_saved.update({_key(name, order): state[name] for name in uncut})
+                others = {name: value for name, value in state.items() if name not in uncut}
+                self.optimizer.state[master] = {**others, **as_saved}
             return super().state_dict()
         finally:
             self.single_partition_of_fp32_groups = before
@@ -147,8 +163,8 @@ class InBaseOrder(EvenOrder):
         they are put into ours, unless it raised. All ranks enter it."""
         before, inner = self.single_partition_of_fp32_groups, self.optimizer
         kept = [(master, dict(state)) for _, master, state, _ in self._states()] if states_too else []
-        for _, _, state, names in self._states() if states_too else ():
-            for name in names:
+        for order, _, state, names in self._states() if states_too else ():
+            for name in (*names, *_uncut(state, order.layout.partition_numel)):
                 del state[name]
         self.single_partition_of_fp32_groups = [
             torch.zeros(order.numel, dtype=master.dtype, device="cpu")
@@ -191,10 +207,24 @@ class InBaseOrder(EvenOrder):
     def _take_states(self):
         """Puts states that are in the base's order into ours."""
         for group, order in enumerate(self.base_orders):
-            state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][0], {})
-            for name in _per_element(state, order.numel, self.optimizer.param_groups[group]["params"][0].numel()):
-                if group not in self.whole_states:
-                    state[name] = order.to_even(state[name], state[name].device)
+            state, numels = self._state_of(group), (order.numel, order.layout.partition_numel)
+            if group in self.whole_states:
+                continue
+            in_shards = [name for name in state if str(name).startswith(IN_SHARDS)]
+            is_lost = not set(_uncut(state, *numels)) <= {*in_shards}
+            for name in in_shards:
+                value = state.pop(name)
+                own_name = str(name).rpartition(" ")[2]
+                is_lost |= name != _key(own_name, order)
+                state[own_name] = value
+            if is_lost:
+                warn(LOST.format(group))
+                state.clear()
+            for name in _per_element(state, *numels):
+                state[name] = order.to_even(state[name], state[name].device)
+
+    def _state_of(self, group):
+        return self.optimizer.state.get(self.optimizer.param_groups[group]["params"][0], {})
 
     def _states(self):
         """Yields (order, master weights, state, names of those that have a value for each element) of groups."""
@@ -207,8 +237,21 @@ class InBaseOrder(EvenOrder):
 
 def _per_element(state, *numels):
     """Lists the names of states that have a value for each element, in an order that is the same on all ranks."""
-    return sorted(
+    return sorted(name for name, value in state.items() if type(value) is torch.Tensor and _has(value, numels))
+
+
+def _uncut(state, *numels):
+    """Lists the names of such states of other classes, which may be cut nowhere, or not where parameters begin."""
+    return [
         name
         for name, value in state.items()
-        if torch.is_tensor(value) and value.dim() == 1 and value.numel() in numels
-    )
+        if torch.is_tensor(value) and type(value) is not torch.Tensor and _has(value, numels)
+    ]
+
+
+def _has(value, numels):
+    return value.dim() == 1 and value.numel() in numels
+
+
+def _key(name, order):
+    return f"{IN_SHARDS} of {order.layout.world} ranks, {order.layout.partition_numel} elements: {name}"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets the native carrier of copy engines up for a process group."""
 
-from typing import TYPE_CHECKING, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ class CopyEngineCarrier:
         with every_rank_raises("set copy engines up", group):
             self._signals = code.Signals(words=words, rank=rank, timeout=PROBE_SECONDS)
             streams = [torch.cuda.Stream(device, priority=-1) for _ in range(3 + min(PULLS, world - 1))]
-            self.native = code.CopyEngines(
+            self.native: Any = code.CopyEngines(
                 signals=self._signals,
                 rank=rank,
                 streams=[(stream.stream_id, stream.device_type, stream.cuda_stream) for stream in streams],
@@ -119,8 +119,10 @@ class CopyEngineCarrier:
 
     def before_write(self) -> None:
         """Makes the current stream wait until the other ranks have pulled what :meth:`gather` offers."""
-        with collective(WRITE):
-            self.native.before_write()
+        # Once closed, it has nothing under way.
+        if self.native is not None:
+            with collective(WRITE):
+                self.native.before_write()
 
     def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
         """Begins to pull the shards of other ranks, as ``Carrier.gather()`` of the core says.
@@ -148,7 +150,8 @@ class CopyEngineCarrier:
     def close(self) -> None:
         """Waits for all that was begun, and frees the staging. Tensors of :meth:`flat_tensor` go on to live."""
         self.native.close()
-        del self.native, self._signals, self._staging
+        self.native = None
+        del self._signals, self._staging
         self._flats.clear()
 
     def _probe(self):

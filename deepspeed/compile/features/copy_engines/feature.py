@@ -73,7 +73,8 @@ class CopyEngines(Feature):
         if not reason:
             try:
                 return CopyEngineCarrier(group, device, maps_flat=self._keeps_flat)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
+                # On the rank that has failed its own error, and on the others one that tells of it.
                 reason = str(error).splitlines()[0]
         if self._is_asked_for:
             raise ValueError(_cannot(reason))

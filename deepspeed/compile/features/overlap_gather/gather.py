@@ -185,6 +185,7 @@ class OverlappedGather(AllGather):
     def arrive(self, unit: int) -> None:
         """Does :meth:`wait` for one unit, when code reads or writes one of its parameters."""
         self.wait((unit,))
+        self.before_write()
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:
@@ -194,7 +195,9 @@ class OverlappedGather(AllGather):
         """Waits for every unit that is being gathered."""
         # A step that was interrupted may have sent its first unit.
         self._sent_first = False
-        self.wait(sorted(self._works))
+        if self._works:
+            self.wait(sorted(self._works))
+            self.before_write()
 
     def close(self) -> None:
         """Waits for every unit, and restores the class of all parameters, even if some cannot be received.

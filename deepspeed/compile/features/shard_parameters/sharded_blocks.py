@@ -200,8 +200,12 @@ class ShardedBlocks:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        for unit in self.units if self.outside is None else [*self.units, self.outside]:
+        for unit in self.units:
             unit.take_changes()
+        if self.outside is not None:
+            # It is small, and whole all the time: any code may have changed it.
+            self.outside.is_used = True
+            self.outside.take_changes()
 
     def give_up(self) -> None:
         """Gathers all parameters for good. All ranks call it."""

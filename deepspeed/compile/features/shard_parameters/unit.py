@@ -132,6 +132,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
+        self.memory.lent_is_current = False
         if self.memory.trained_part is None or (not self.is_gathered and self._works is None):
             return
         if not self.is_gathered:
@@ -153,7 +154,10 @@ class Unit:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        if self.memory.is_shared and self.is_gathered and self._has_trained and self.memory.are_changed():
+        if not self.is_gathered and self._works is None and self.memory.lent_is_current:
+            self.memory.keep_own_part(trained_too=True)
+        # A change by `parameter.data` has no version.
+        elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
             self.memory.take_back()
             self.memory.keep_own_part(trained_too=True)
             self.memory.note_versions()
@@ -228,6 +232,7 @@ class Unit:
             self.mark()
         self.is_gathered = self.is_used = False
         self.memory.free()
+        self.memory.lent_is_current = self.memory.is_lent and self._has_trained
 
     def free_lent(self) -> None:
         """Frees the memory of a unit at rest, unless others still have views of it."""

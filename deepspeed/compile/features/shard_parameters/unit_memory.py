@@ -52,6 +52,7 @@ class UnitMemory:
         trained_part: what says where trained parameters lie, or None.
         is_lent: whether others had the memory when the unit was resharded: views of it, or a parameter that autograd
             has saved. The memory holds the parameters' values then, and those who have it may change these.
+        lent_is_current: whether trained parameters in that memory have had no step since.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class UnitMemory:
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
-        self.is_lent = False
+        self.is_lent = self.lent_is_current = False
 
     @property
     def name(self) -> str:
@@ -149,7 +150,7 @@ class UnitMemory:
         """Returns memory for the gathered unit: the buffer, whose memory it allocates again, unless others view it."""
         if self.is_lent:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
-            self.keep_own_part()
+            self.keep_own_part(trained_too=self.lent_is_current)
             return torch.empty_like(self.buffer)
         self.buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
@@ -169,7 +170,7 @@ class UnitMemory:
         if self.is_lent:
             return
         if was_lent:
-            self.keep_own_part()
+            self.keep_own_part(trained_too=self.lent_is_current)
         self._give_back()
 
     def others_have_views(self) -> bool:

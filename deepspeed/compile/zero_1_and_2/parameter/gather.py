@@ -30,9 +30,10 @@ class AllGather:
         return []
 
     def before_write(self) -> None:
-        """Called on every rank before a step writes new values: no rank reads the old ones any more after it."""
+        """Called before a step, or perhaps the caller, writes new values: no rank reads the old ones after it."""
         optimizer = self._optimizer()
-        for group in range(len(optimizer.bit16_groups_flat)):
+        # A parameter may outlive its optimizer.
+        for group in range(len(optimizer.bit16_groups_flat)) if optimizer is not None else ():
             carrier_of(optimizer, group).before_write()
 
     def start_first(self) -> None:
@@ -49,6 +50,8 @@ class AllGather:
             with collective(PURPOSE):
                 for work in self.begin(group, layout.places):
                     work.wait()
+        # The caller may write parameters next.
+        self.before_write()
 
     def begin(self, group: int, places: Sequence[Place]) -> List[Awaitable]:
         """Begins to gather the parameters of a group that lie in these places. Returns what to wait for."""

@@ -34,8 +34,11 @@ class StepOfGroups:
             first_step(rules, self._partition(group, step_is_unpatched)) or WholeStep(optimizer, group)
             for group in groups
         ]
+
+    def prepare(self) -> None:
+        """Called before the host waits for the device, with the gradients in ``averaged_gradients``."""
         for group, step in enumerate(self._steps):
-            step.prepare(optimizer.averaged_gradients[group].by_offset())
+            step.prepare(self.optimizer.averaged_gradients[group].by_offset())
 
     def _partition(self, group, step_is_unpatched):
         optimizer = self.optimizer

@@ -55,7 +55,9 @@ def _run(optimizer):
     transform = deepcompile.transform
 
     def begin():
-        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        groups.prepare()
+        return groups
 
     # Begin before the host waits for the norm, so that the device has work. A transform changes states, so it must
     # wait for the answer. Then clipping takes the norm of the transformed gradients.
