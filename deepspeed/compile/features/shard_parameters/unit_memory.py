@@ -171,6 +171,7 @@ class UnitMemory:
             return
         if was_lent:
             self.keep_own_part(trained_too=self.lent_is_current)
+        self.lent_is_current = False
         self._give_back()
 
     def others_have_views(self) -> bool:
