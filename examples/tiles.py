@@ -41,7 +41,7 @@ def loss_in_tiles(model, tiles):
     others = [name for name in OTHER_LOSSES if getattr(model.config, name, None) not in (None, False, 1)]
     if others:
         raise ValueError(
-            f"the model's loss depends on its {others[0]}, which a loss in tiles leaves out; train without"
+            f"the model's loss depends on its {others[0]}, which a loss in tiles leaves out; train without tiles of it"
         )
     ids = torch.arange(2 * tiles, device=model.device).view(1, -1) % model.config.vocab_size
     is_training = model.training

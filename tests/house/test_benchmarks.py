@@ -235,6 +235,26 @@ def test_where_a_traced_step_is_idle(package, tmp_path):
     assert "take 2.00 of their time alone: 0.1 ms lost" in report
 
 
+def test_copies_between_gpus_are_communication(package):
+    """A step whose gradients go by copies would seem to wait for nothing, and its products to be beside nothing."""
+    idle = package("idle")
+
+    def ran(name, stream, begin, end):
+        return idle.Kernel(begin, end, name, stream, float("-inf"), "")
+
+    copy, product = "Memcpy PtoP (Device -> Device)", "gemm"
+    # The second product waits for a copy, and another copy runs during a fifth of it.
+    kernels = [
+        *(ran(product, 7, 0, 100), ran(copy, 9, 100, 200), ran(product, 7, 201, 351), ran(copy, 9, 210, 240)),
+        # Copies within a GPU are none.
+        *(ran("Memcpy DtoD (Device -> Device)", 11, 360, 380), ran(product, 7, 360, 460)),
+    ]
+    assert [pause.cause for pause in idle.idle_times(kernels)] == ["Memcpy PtoP", "the stream's own order"]
+    (row,) = idle.slowed(kernels)
+    assert (row.alone, row.count_alone, row.beside, row.count_beside) == (100, 2, 150, 1)
+    assert "2 of communication 0.1, both at once 0.0" in "\n".join(idle.lines(kernels))
+
+
 def test_a_run_that_fails_loses_no_other(package, monkeypatch, tmp_path):
     """A table would be lost with all its runs where one fails, or where the command is ended."""
     compare = package("compare")

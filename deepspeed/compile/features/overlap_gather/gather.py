@@ -90,6 +90,7 @@ class OverlappedGather(AllGather):
         before, self._is_kept = self._is_kept, self._kept.is_kept()
         # Not at the first time: what the first step has compiled may keep memory until Python collects it.
         if before and self._is_kept and not self._has_said_so:
+            # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
             log_notice(KEPT, dist.get_rank())
             self._has_said_so = True
 

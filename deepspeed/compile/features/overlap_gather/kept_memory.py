@@ -33,9 +33,9 @@ class KeptMemory:
         optimizer = self._optimizer()
         for group, flat in enumerate(optimizer.bit16_groups_flat):
             # Look for parameters each time: the caller may have moved them elsewhere, and kept their memory.
-            users = users_of(flat.untyped_storage()) - _lie_in(flat, optimizer.bit16_groups[group])
+            users = users_of(flat.untyped_storage()) - _count_in(flat, optimizer.bit16_groups[group])
             if users != self._others[group]:
-                self._others[group] = _lie_in(flat, _others(optimizer, group))
+                self._others[group] = _count_in(flat, _others(optimizer, group))
                 if users > self._others[group]:
                     return True
         return False
@@ -56,7 +56,7 @@ def _others(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]
     return list({id(tensor): tensor for tensor in tensors if id(tensor) not in of_parameters}.values())
 
 
-def _lie_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> int:
+def _count_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> int:
     """Counts the tensors that share a flat tensor's memory."""
     first = flat.data_ptr()
     behind = first + flat.numel() * flat.element_size()
