@@ -109,7 +109,8 @@ void bind_copy_engines(py::module m)
         .def("set_timeout", &Signals::set_timeout)
         .def("check", &Signals::check, unlocked())
         .def("wait_for_all", &Signals::await, unlocked())
-        .def("exchange", &Signals::exchange, unlocked());
+        .def("exchange", &Signals::exchange, unlocked())
+        .def("give_up", &Signals::give_up);
 
     m.def("cut", [](const std::vector<int64_t>& shard_bytes, int64_t row_bytes) {
         std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>> portions;
@@ -193,6 +194,7 @@ void bind_copy_engines(py::module m)
                 engines.add_flat({std::move(addresses), bytes});
             },
             unlocked())
+        .def("forget_flats", &CopyEngines::forget_flats)
         .def(
             "gather", &CopyEngines::gather, py::arg("runs"), py::arg("shards") = std::vector<at::Tensor>(), unlocked())
         .def("before_write", &CopyEngines::before_write, unlocked())

@@ -337,7 +337,7 @@ void BucketQueue::send_first()
     if (streams_.on_cpu() && group.world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks first compare their fingerprints. The host
         // waits for that, as it does for gloo's reductions anyway.
-        agreement_.compare(group, in_flight_->purpose());
+        agreement_.compare(groups_, in_flight_->purpose());
     }
     in_flight_->send(groups_);
     ++counters_.buckets_sent;

@@ -252,6 +252,12 @@ void CopyEngines::add_flat(MappedMemory flat)
     flats_.push_back(std::move(flat));
 }
 
+void CopyEngines::forget_flats()
+{
+    std::lock_guard lock(mutex_);
+    flats_.clear();
+}
+
 const MappedMemory& CopyEngines::flat_with(uint64_t begin, int64_t bytes) const
 {
     const auto found = std::find_if(flats_.begin(), flats_.end(), [&](const MappedMemory& flat) {

@@ -142,8 +142,9 @@ void Agreement::add_bucket(const Fingerprint& bucket, int64_t between)
     sent_.mix(between);
 }
 
-bool Agreement::compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange)
+bool Agreement::compare(const std::deque<PartitionGroup>& groups, const std::string& purpose, bool wants_exchange)
 {
+    const auto& group = largest(groups);
     // Ranks that have disagreed once disagree for ever. Some of them may never ask again, and this rank would wait for
     // them in the collective below.
     TORCH_CHECK(disagreement_.empty(), disagreement_);
@@ -172,6 +173,7 @@ bool Agreement::compare(const PartitionGroup& group, const std::string& purpose,
         disagreement_ = "DeepCompile's ranks sent different gradients: " + sent +
                         ". Usually some rank ran another number of backwards, or those of another engine, or one " +
                         "raised. Restart from a checkpoint.";
+        for (const auto& each : groups) { each.carrier->give_up(disagreement_); }
     }
     TORCH_CHECK(disagreement_.empty(), disagreement_);
     return exchanges;
@@ -314,7 +316,7 @@ void Reducer::agree_and_reduce_late()
     order_.end_step();
     const bool rank_decides = group.rank() == 0;
     const bool exchanges = agreement_.compare(
-        group, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
+        groups_, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
     if (!exchanges) { return; }
     await_carriers("exchange the order of gradients");
     for (const auto index : exchange_orders()) { enqueue_sum(records_[index]); }

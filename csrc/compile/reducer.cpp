@@ -401,7 +401,7 @@ void Reducer::compare_and_await_targets()
     std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
     const auto& all_ranks = largest(groups_);
-    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(all_ranks, "begin a step"); }
+    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(groups_, "begin a step"); }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.

@@ -150,9 +150,9 @@ std::vector<int64_t> Signals::exchange(const std::vector<int64_t>& own)
     for (size_t index = 0; index < own.size(); ++index) { told(rank_, number)[index] = own[index]; }
     word(rank_, Channel::told) = number;
     expect(Channel::told, number);
-    for (;;) {
+    // Nobody releases these words, so numbers that have come are right. A rank that has them may give up at once.
+    while (lacking({Channel::told, number, {}}) >= 0) {
         check();
-        if (lacking({Channel::told, number, {}}) < 0) { break; }
         std::this_thread::sleep_for(await_every);
     }
     std::vector<int64_t> all;
@@ -160,18 +160,32 @@ std::vector<int64_t> Signals::exchange(const std::vector<int64_t>& own)
         const auto* first = told(rank, number);
         for (size_t index = 0; index < own.size(); ++index) { all.push_back(first[index]); }
     }
-    // The words may have reached the number because a rank released them.
-    check();
     return all;
 }
 
 void Signals::release()
 {
     for (int64_t rank = 0; rank < world(); ++rank) {
-        for (int64_t channel = 0; channel < channels; ++channel) {
-            word(rank, static_cast<Channel>(channel)) = last_[channel] + far;
+        for (const auto channel : awaited_by_streams) {
+            word(rank, channel) = last_[static_cast<size_t>(channel)] + far;
         }
     }
+}
+
+void Signals::give_up(const std::string& reason)
+{
+    {
+        std::lock_guard lock(mutex_);
+        give_up_locked(reason);
+    }
+    changed_.notify_all();
+}
+
+void Signals::give_up_locked(const std::string& reason)
+{
+    if (reason_.empty()) { reason_ = reason; }
+    // Before the words: a rank that goes on must find it.
+    given_up() = static_cast<uint32_t>(rank_ + 1);
 }
 
 void Signals::watch()
@@ -191,10 +205,9 @@ void Signals::watch()
         if (expected_.empty() || steady_clock::now() < expected_.front().deadline) { continue; }
         const auto peer = lacking(expected_.front());
         if (peer < 0) { continue; }
-        reason_ = "rank " + std::to_string(rank_) + " has waited " + std::to_string(static_cast<int64_t>(timeout_)) +
-                  " seconds for a signal of rank " + std::to_string(peer);
-        // Before the words: a rank that goes on must find it.
-        given_up() = static_cast<uint32_t>(rank_ + 1);
+        give_up_locked("rank " + std::to_string(rank_) + " has waited " +
+                       std::to_string(static_cast<int64_t>(timeout_)) + " seconds for a signal of rank " +
+                       std::to_string(peer));
     }
 }
 

@@ -302,7 +302,7 @@ public:
     /// Compares this rank's fingerprint with the other ranks'. The host waits for the answers. Raises on every rank if
     /// the ranks have sent different gradients, now or earlier. Returns whether some rank `wants_exchange` of orders,
     /// see Reducer::finish_backward(). `purpose` is for the message of throw_for_other_ranks().
-    bool compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange = false);
+    bool compare(const std::deque<PartitionGroup>& groups, const std::string& purpose, bool wants_exchange = false);
 
 private:
     Fingerprint sent_;          ///< since the engine was made

@@ -56,6 +56,10 @@ public:
     /// waits for the other ranks. Raises as wait() does.
     virtual std::vector<int64_t> exchange(const std::vector<int64_t>& own) = 0;
     static constexpr size_t most_exchanged = 4;
+
+    /// Called on each rank when the ranks have found that they reduce different gradients: no stream waits for another
+    /// rank any more. A collective waits until its process group's time-out, as it would without DeepCompile.
+    virtual void give_up(const std::string& /*reason*/) {}
 };
 
 /// Carries by the process group's reduce-scatter: NCCL, gloo, or another backend.

@@ -54,12 +54,13 @@ enum class Channel : int64_t {
     told,      ///< so many times this rank has given numbers to all
 };
 constexpr int64_t channels = 5;
+constexpr Channel awaited_by_streams[] = {Channel::staged, Channel::pulled, Channel::updated, Channel::gathered};
 constexpr int64_t numbers_of_a_word = 32;  ///< words lie 128 bytes apart, so that no two share a line of a cache
 
 /// The numbers that the ranks of one host post to each other, and a thread that bounds how long this rank waits.
 ///
 /// If a signal does not come in time, the thread notes in the shared memory that this rank has given up, and writes
-/// large numbers over all words until this object is destroyed. So every stream of every rank goes on, with wrong
+/// large numbers over all words that streams wait for until this object is destroyed. So every stream of every rank goes on, with wrong
 /// bytes, and every rank raises in its next check().
 class Signals {
 public:
@@ -85,6 +86,8 @@ public:
     void await();
     /// Does what Carrier::exchange() says, without the device.
     std::vector<int64_t> exchange(const std::vector<int64_t>& own);
+    /// Does what Carrier::give_up() says.
+    void give_up(const std::string& reason);
 
 private:
     struct Expected {
@@ -107,6 +110,8 @@ private:
     void forget_arrived();
     /// Lets every stream of every rank go on. Needs mutex_.
     void release();
+    /// Needs mutex_.
+    void give_up_locked(const std::string& reason);
     void watch();
 
     const at::Tensor words_;
@@ -249,9 +254,12 @@ public:
     /// The host waits for all signals that streams wait for. Raises DistBackendError if one does not come.
     void await_others() override { signals_->await(); }
     std::vector<int64_t> exchange(const std::vector<int64_t>& own) override { return signals_->exchange(own); }
+    void give_up(const std::string& reason) override { signals_->give_up(reason); }
 
     /// Adds memory in which parameters lie.
     void add_flat(MappedMemory flat);
+    /// Forgets all such memory.
+    void forget_flats();
     /// Pulls the peers' shards of runs. A run: 1-D, contiguous, world equal shards. It lies in a memory of add_flat(), at
     /// the same place on all ranks, and holds this rank's shard. Or `shards` has this rank's shard of each run, in a
     /// memory of add_flat(), at the same place on all ranks; then the run may lie anywhere, and gets this shard too.

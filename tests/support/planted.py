@@ -234,7 +234,7 @@ FAULTS = {
     "ranks send without comparing": Fault(
         "ranks do not compare what they are about to send, so they wait for messages that nobody sends",
         CPP + "bucket.cpp",
-        {"        agreement_.compare(group, in_flight_->purpose());\n": ""},
+        {"        agreement_.compare(groups_, in_flight_->purpose());\n": ""},
         ("core/test_faults_on_one_rank.py", "core/test_ranks_that_differ.py"),
         hangs=True,
     ),

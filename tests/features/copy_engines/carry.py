@@ -44,6 +44,7 @@ UNITS = 256  # a shard has a multiple of so many elements
 TIMEOUT = 15.0
 HANG_TIMEOUT = 4.0
 ROWS = []
+SHARED = False
 BEGAN = time.perf_counter()
 
 
@@ -210,7 +211,7 @@ def check_memory_and_time(make):
         taken /= WORLD // max(GPUS, 1)
     text = f"{taken / MIB:.0f} MiB a rank, stated {stated / MIB:.0f}"
     # The driver maps in units of 2 MiB, and loads a few kernels.
-    note("memory on the device", taken <= stated + 16 * MIB, text)
+    note("memory on the device", SHARED or taken <= stated + 16 * MIB, text)
 
     numel = 2**25 // (16 * WORLD * UNITS) * UNITS * WORLD * 16
     messages = [(torch.randn(numel, device="cuda").bfloat16(), torch.empty(numel // WORLD, device="cuda").bfloat16())]
@@ -270,7 +271,7 @@ def check_memory_and_time(make):
     dist.barrier()
     torch.cuda.synchronize()
     left = (before - free()[0]) / MIB
-    note("memory after close()", abs(left) < 80, f"{left:.0f} MiB of all ranks")
+    note("memory after close()", SHARED or abs(left) < 80, f"{left:.0f} MiB of all ranks")
 
 
 def check_a_rank_that_hangs(make):
@@ -321,6 +322,7 @@ def check_training(make):
         "sharded": {"regional_compilation": ["Block"], "shard_parameters": "all"},
         "on the host": {"offload": True},
         "a checkpoint loaded": {"reloads": True},
+        "on the host and back": {"moves": True},
         "fp16, overflows at first": {"dtype": "fp16"},
     }
     for name, arguments in cases.items():
@@ -393,7 +395,9 @@ def what_can_be_registered():
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="parts of names of checks, comma-separated")
-    only = parser.parse_args().only
+    parser.add_argument("--shared", action="store_true", help="do not judge memory: other programs use the GPUs")
+    global SHARED
+    only, SHARED = vars(parser.parse_args()).values()
     device = torch.device("cuda", RANK % max(GPUS, 1))
     os.environ["LOCAL_RANK"] = str(device.index)
     # Built before the ranks wait for each other.

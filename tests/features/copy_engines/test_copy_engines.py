@@ -43,6 +43,8 @@ def test_ranks_that_share_a_gpu(ranks):
         "--standalone",
         f"--nproc_per_node={ranks}",
         str(PROGRAM),
+        # Other tests may run beside this one.
+        "--shared",
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ.copy())
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]

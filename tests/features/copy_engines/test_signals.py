@@ -92,6 +92,49 @@ def test_ranks_exchange_numbers_on_the_host(words):
     assert peer.exitcode == 0
 
 
+def test_ranks_that_disagree_let_their_streams_go(words):
+    """Without this, streams would wait for a rank that sends less until the time-out, and so would an exit."""
+    reason = "ranks sent different gradients"
+
+    def other():
+        signals(words, rank=1).exchange([2])
+        os._exit(0)
+
+    peer = multiprocessing.get_context("fork").Process(target=other)
+    peer.start()
+    own = signals(words)
+    own.expect(STAGED, 5)
+    assert own.exchange([1]) == [1, 2]
+    peer.join()
+    own.give_up(reason)
+    deadline = time.perf_counter() + 5
+    while words[1, STAGED, 0] < 5:
+        assert time.perf_counter() < deadline
+        time.sleep(0.005)
+    with pytest.raises(torch.distributed.DistBackendError, match=reason):
+        own.check()
+
+
+def test_a_rank_that_gives_up_after_an_exchange_does_not_end_it_for_others(words):
+    """A slower rank would learn that another has given up, and not why."""
+    own, other = signals(words), signals(words, rank=1)
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(own.exchange([1])))
+    thread.start()
+    other.exchange([2])
+    thread.join()
+    assert answers == [[1, 2]]
+    # This rank's next numbers have come when the other rank gives up, and it has not looked at them yet.
+    thread = threading.Thread(target=lambda: answers.append(own.exchange([3])))
+    thread.start()
+    assert other.exchange([4]) == [3, 4]
+    other.give_up("because")
+    thread.join()
+    assert answers[1:] == [[3, 4]]
+    with pytest.raises(torch.distributed.DistBackendError, match="rank 1 has given up"):
+        own.check()
+
+
 def test_a_rank_without_numbers_ends_the_exchange(words):
     """The host would wait for ever for a rank that has died before it gave its numbers."""
     own = signals(words, timeout=0.2)
@@ -127,8 +170,8 @@ def test_released_words_stay_released(words):
         while words[1, STAGED, 0] < 5:
             assert time.perf_counter() < deadline
             time.sleep(0.005)
-    # Streams of other ranks wait for this rank's words, and in all channels.
-    assert bool((words[:2, :, 0] >= 5).all())
+    # Streams of other ranks wait for this rank's words, and in all channels but the last, which hosts look at.
+    assert bool((words[:2, :-1, 0] >= 5).all())
 
 
 def test_a_rank_that_expects_something_after_another_gave_up_is_released(words):

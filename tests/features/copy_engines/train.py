@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.compile.features.copy_engines.mapped import mapped_bytes
 
 
 class Block(torch.nn.Module):
@@ -73,8 +74,13 @@ def run(engine, steps, accumulation=1, before=lambda step: None):
     return losses
 
 
-def trained(copy_engines, steps=6, accumulation=1, reloads=False, **arguments):
-    """Returns (losses, this rank's master weights as one tensor, whether copy engines carried) of a new engine."""
+def trained(copy_engines, steps=6, accumulation=1, reloads=False, moves=False, **arguments):
+    """Returns (losses, this rank's master weights as one tensor, whether copy engines carried) of a new engine.
+
+    Args:
+        reloads: whether to go on from a checkpoint.
+        moves: whether to go on after states were on the host.
+    """
     engine = make(copy_engines, accumulation=accumulation, **arguments)
     losses = run(engine, steps, accumulation)
     if reloads:
@@ -83,6 +89,14 @@ def trained(copy_engines, steps=6, accumulation=1, reloads=False, **arguments):
         engine.save_checkpoint(folders[0])
         run(engine, 2)
         engine.load_checkpoint(folders[0])
+        losses += run(engine, 3)
+    if moves:
+        before, flats = mapped_bytes(), engine.optimizer.bit16_groups_flat
+        engine.offload_states()
+        freed = before - mapped_bytes()
+        assert freed == (sum(flat.nbytes for flat in flats) if copy_engines else 0), freed
+        engine.reload_states()
+        assert mapped_bytes() == before
         losses += run(engine, 3)
     carriers = [type(carrier).__name__ for carrier in vars(engine.optimizer)["carriers"].values()]
     masters = engine.optimizer.single_partition_of_fp32_groups

@@ -333,10 +333,12 @@ def test_kernel(monkeypatch, dtype):
             rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed, maximize=seed == 2)
             rank.step(draw(seed).to(dtype), torch.full((1,), 0.5, device=device()), spans=[(4 * BLOCK, 6 * BLOCK)])
         found.append([rank.master.data, rank.new, rank.state])
-    assert relative_error(found[0][:1], found[1][:1]) < 1e-5
+    # What lies in the middle of two codes may be rounded otherwise, because the kernel multiplies by 1 / scale. The
+    # next step moves the master weight of such a code otherwise.
+    apart = (found[0][0] - found[1][0]).abs()
+    assert (apart > 1e-6).float().mean() < 1e-3 and apart.max() < 0.01
     assert relative_error(found[0][1:2], found[1][1:2]) < 1e-3
     for codes, scales in map(names_of, SIGNED):
-        # What lies in the middle of two codes may be rounded otherwise, because the kernel multiplies by 1 / scale.
         assert (found[0][2][codes] != found[1][2][codes]).float().mean() < 1e-3
         assert relative_error([found[0][2][scales]], [found[1][2][scales]]) < 1e-6
 

@@ -478,7 +478,8 @@ def copies_kept(case, one_pass):
                 backward(engine, step)
                 engine.step()
         engine.destroy()
-    assert made
+    # On a GPU one kernel reads all gradients where they lie.
+    assert made or (one_pass and device().type != "cpu")
     return kept
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Container, ContextManager, Dict, Optional
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.feature import Feature, SetUpContext
+from ...zero_1_and_2.parameter.carrier import carrier_of, carriers_of
 from ...zero_1_and_2.step.optimizer import attached
 from .in_base_order import InBaseOrder
 from .interrupted import InterruptedStep
@@ -60,10 +61,17 @@ class SavedBetweenSteps(_NextClass):
         self._deepcompile.gather.wait_all()
         self._links.drop_links(self, OffloadStateTypeEnum.optim_states in self.offloaded_states)
         super().offload_states(include, *args, **kwargs)
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            for carrier in carriers_of(self).values():
+                carrier.flats_have_left()
         self._links.link_again(self)
 
     def reload_states(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
+        if OffloadStateTypeEnum.lp_params in self.offloaded_states:
+            # First: the base leaves what is on the device where it is.
+            for group, flat in enumerate(self.bit16_groups_flat):
+                flat.data = carrier_of(self, group).take_in(flat.data)
         super().reload_states(*args, **kwargs)
         self._links.return_to_host()
         self._links.link_again(self)

@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ...zero_1_and_2.layout import Layout
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class BaseOrder:
 
         All ranks call it. ``values``: one for each element of this rank's partition in memory, 1-D.
         """
-        result = torch.zeros(self.numel, dtype=values.dtype, device=device)
+        result = self._room(self.numel, 0, values.dtype, device)
         own = (self.layout.rank,)
         sent = ((span.base, span.in_base, span.in_even, span.numel) for span in self.spans_of_even(*own))
         awaited = ((span.even, span.in_base, span.in_base, span.numel) for span in self.spans_of_base(*own))
@@ -109,12 +109,17 @@ class BaseOrder:
 
         ``padding``: the value of elements that the base does not have.
         """
-        result = torch.full((self.layout.partition_numel,), padding, dtype=values.dtype, device=device)
+        result = self._room(self.layout.partition_numel, padding, values.dtype, device)
         own = (self.layout.rank,)
         sent = ((span.even, span.in_base, span.in_base, span.numel) for span in self.spans_of_base(*own))
         awaited = ((span.base, span.in_base, span.in_even, span.numel) for span in self.spans_of_even(*own))
         self._exchange(values, sent, result, awaited)
         return result
+
+    def _room(self, numel, value, dtype, device):
+        # Otherwise the other ranks would wait in the exchange for one whose memory ran out.
+        with every_rank_raises("make room for elements in another order", self._group):
+            return torch.full((numel,), value, dtype=dtype, device=device)
 
     def _exchange(self, source, sent, result, awaited):
         """Sends elements of ``source``, and writes those that come to ``result``.

@@ -102,14 +102,21 @@ class CopyEngineCarrier:
         """Returns memory of zeros for shards that :meth:`gather_shards` carries."""
         if like.device != self._device:
             return self._collectives.partition(numel, like)
-        flat = mapped(numel, like.dtype, self._device, self._group)
+        return self._mapped(numel, like.dtype).zero_()
+
+    def take_in(self, memory: torch.Tensor) -> torch.Tensor:
+        return self._mapped(memory.numel(), memory.dtype).copy_(memory)
+
+    def flats_have_left(self) -> None:
+        self.native.forget_flats()
+        self._flats.clear()
+
+    def _mapped(self, numel, dtype):
+        flat = mapped(numel, dtype, self._device, self._group)
         self.native.add_flat(flat.addresses, flat.bytes)
         begin = flat.tensor.data_ptr()
         self._flats.append((begin, begin + flat.bytes, flat.handle))
-        return flat.tensor.zero_()
-
-    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
-        return self.partition(partition.numel(), partition).copy_(partition)
+        return flat.tensor
 
     def beside(self, process_group: "ProcessGroup") -> "CopyEngineCarrier":
         """Returns this carrier: gathers and reductions wait for signals of their own. What lies elsewhere goes by

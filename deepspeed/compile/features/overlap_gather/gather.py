@@ -160,6 +160,10 @@ class OverlappedGather(AllGather):
                 for index in units:
                     self.receive(index)
                     self._give_back(index)
+                # From here on, nothing tells that the caller writes a parameter, for example between a forward and its
+                # backward.
+                if not self._works:
+                    self.before_write()
 
     def receive(self, unit: int) -> None:
         """Does :meth:`wait` for one unit, but its parameters keep the class that makes readers wait."""
@@ -198,7 +202,6 @@ class OverlappedGather(AllGather):
         self._sent_first = False
         if self._works:
             self.wait(sorted(self._works))
-            self.before_write()
 
     def close(self) -> None:
         """Waits for every unit, and restores the class of all parameters, even if some cannot be received.

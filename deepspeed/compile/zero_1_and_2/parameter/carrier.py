@@ -36,9 +36,12 @@ class Carrier(Protocol):
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Does the same for this rank's partition of a parameter group, whose flat tensor will be given up."""
 
-    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
-        """Returns a partition that was allocated otherwise, or a copy of it, where the carrier can send it from. All
-        ranks call it."""
+    def take_in(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns a flat tensor or a partition that was allocated otherwise, or is on the host, or a copy of it on the
+        device, where the carrier can send it from. All ranks call it."""
+
+    def flats_have_left(self) -> None:
+        """Called when flat tensors have moved to the host: their memory on the device is to be free."""
 
     def beside(self, process_group: "ProcessGroup") -> "Carrier":
         """Returns what gathers shards at times at which the carrier's own process group may have other messages.
@@ -75,8 +78,9 @@ class Carrier(Protocol):
         """
 
 
-class Collectives:
-    """Carries by the process group's all-gather."""
+class Collectives(Carrier):
+    """Carries by the process group's all-gather. A rank sends its shards itself, so before it writes them again, the
+    stream of the step has sent them."""
 
     def __init__(self, process_group: "ProcessGroup"):
         self._group = process_group
@@ -89,23 +93,17 @@ class Collectives:
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         return self.flat_tensor(numel, like)
 
-    def take_in(self, partition: torch.Tensor) -> torch.Tensor:
-        return partition
+    def take_in(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory
 
     def beside(self, process_group: "ProcessGroup") -> "Carrier":
         return Collectives(process_group)
-
-    def before_write(self) -> None:
-        """Does nothing: a rank sends its shards itself, so the stream of the step comes after it."""
 
     def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
         # A single rank has nobody to send to.
         if self._world == 1:
             return []
-        numels = [numel // self._world for _, numel in runs]
-        shards = [
-            flat.narrow(0, first + self._rank * numel, numel) for (first, _), numel in zip(runs, numels, strict=True)
-        ]
+        shards = [flat.narrow(0, *run).view(self._world, run[1] // self._world)[self._rank] for run in runs]
         return self.gather_shards(flat, runs, shards)
 
     def gather_shards(
