@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepspeed.compile.features.copy_engines import mapped
 from deepspeed.compile.features.copy_engines.possible import why_impossible
+
+from support.lifetime import backward, start
+from support.training import Case
 
 PROGRAM = Path(__file__).with_name("carry.py")
 
@@ -28,6 +33,42 @@ def test_hosts_are_told_apart_by_the_launcher(monkeypatch):
     for local, world, begins in (("8", 16, "ranks are on several"), ("8", 8, ""), ("", 8, ""), ("1", 1, "a single")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         assert why_impossible(world).startswith(begins) and bool(why_impossible(world)) == bool(begins)
+
+
+@pytest.mark.quick
+@pytest.mark.options("compile.copy_engines")
+def test_mapped_memory_is_counted_as_long_as_it_lives(monkeypatch):
+    """Memory of a tensor whose data has moved would count as mapped, or memory that another tensor has would not."""
+    monkeypatch.setattr(mapped, "_alive", [])
+    flat, other = torch.zeros(1000), torch.zeros(30)
+    mapped.count(flat)
+    mapped.count(other)
+    assert mapped.mapped_bytes() == 4120
+    flat.data = other.data
+    del other
+    assert mapped.mapped_bytes() == 120
+    del flat
+    assert mapped.mapped_bytes() == 0
+
+
+def memory_that_is_left():
+    """Returns whether memory of flat tensors lives on when parameters are on the host."""
+    _, engine = start(Case())
+    backward(engine, 0)
+    engine.step()
+    memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.bit16_groups_flat]
+    assert memory and not any(each.expired() for each in memory)
+    engine.offload_states()
+    left = [not each.expired() for each in memory]
+    engine.reload_states()
+    engine.destroy()
+    return any(left)
+
+
+@pytest.mark.options("compile.copy_engines")
+def test_nothing_keeps_the_memory_of_parameters_that_are_on_the_host(ranks):
+    """Mapped memory is free when nothing refers to it, and a program that makes room on the GPU would get none."""
+    assert ranks(1).run(memory_that_is_left) == [False]
 
 
 @pytest.mark.slow

@@ -371,7 +371,7 @@ def weights_alone(engine, module, folder):
 def exported(engine, module, folder):
     engine.save_16bit_model(folder, "weights.bin")
     dist.barrier()
-    return [*torch.load(f"{folder}/weights.bin").values()]
+    return [*torch.load(f"{folder}/weights.bin", map_location="cpu").values()]
 
 
 def cloned(engine, module, folder):

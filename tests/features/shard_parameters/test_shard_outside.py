@@ -243,7 +243,9 @@ def sent(model, kept):
 )
 def test_what_a_step_gathers(ranks, model, kept, sends, whole):
     """Blocks that are kept would be gathered again, or others kept; an embedding or a head would be gathered twice."""
-    assert ranks(2).run(sent, model, kept) == [(sends, whole, whole)] * 2
+    # From the third step on a GPU has memory to spare, and keeps all blocks.
+    alone = 5 if kept == "fit" and device().type != "cpu" else whole
+    assert ranks(2).run(sent, model, kept) == [(sends, whole, alone)] * 2
 
 
 def sent_by_many(model):

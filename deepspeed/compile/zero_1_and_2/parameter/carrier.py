@@ -42,6 +42,7 @@ class Carrier(Protocol):
 
     def flats_have_left(self) -> None:
         """Called when flat tensors have moved to the host: their memory on the device is to be free."""
+        return
 
     def beside(self, process_group: "ProcessGroup") -> "Carrier":
         """Returns what gathers shards at times at which the carrier's own process group may have other messages.
@@ -53,6 +54,7 @@ class Carrier(Protocol):
     def before_write(self) -> None:
         """Called on all ranks before a step writes this rank's shards: makes the current stream wait until the other
         ranks have read what earlier calls of :meth:`gather` send."""
+        return
 
     def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
         """Begins to fill runs of a flat tensor with the shards of other ranks, in the order in which they are used.
