@@ -375,7 +375,8 @@ def test_when_memory_is_given_back(ranks, kept, checkpoints):
         block = max(sizes.values())
         assert outside < block < 500 * WIDTH * 4 <= head + embedding + 128
         assert held["at rest"] == held["backward"] == held["step"] == held["evaluated"] == 0
-        assert all(held[f"forward {index}"] <= 2 * block for index in range(3))
+        # A block makes room when the next one but one is begun, and kept ones are begun beside it.
+        assert all(held[f"forward {index}"] <= max(2, 1 + kept) * block for index in range(3))
         assert held["forward 3"] <= head + (1 + kept) * block
         assert head <= held["loss"] <= head + kept * block
         assert held["backward 3"] <= head + max(kept, 1) * block
