@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.copy_engines import mapped
-from deepspeed.compile.features.copy_engines.possible import why_impossible
+from deepspeed.compile.features.copy_engines.possible import why_impossible, why_not_on_this_rank
 
 from support.lifetime import backward, start
 from support.training import Case
@@ -33,6 +34,16 @@ def test_hosts_are_told_apart_by_the_launcher(monkeypatch):
     for local, world, begins in (("8", 16, "ranks are on several"), ("8", 8, ""), ("", 8, ""), ("1", 1, "a single")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
         assert why_impossible(world).startswith(begins) and bool(why_impossible(world)) == bool(begins)
+
+
+@pytest.mark.quick
+@pytest.mark.options("compile.copy_engines")
+def test_streams_that_share_a_queue(monkeypatch):
+    """A stream that waits for a rank would hold up what that rank waits for: both would hang."""
+    group = mock.Mock(**{"_get_backend.return_value.name.return_value": "nccl"})
+    assert why_not_on_this_rank(group, torch.device("cuda", 0)) == ""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 makes" in why_not_on_this_rank(group, torch.device("cuda", 0))
 
 
 @pytest.mark.quick

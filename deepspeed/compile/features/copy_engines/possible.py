@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 # A machine has another text there after each start.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def why_impossible(world: int) -> str:
@@ -34,7 +35,7 @@ def why_not_here(group: "ProcessGroup", device: torch.device) -> str:
     """Returns why copy engines cannot carry for a process group, or "". All ranks of the group call it, and get the
     same answer."""
     told: List[Optional[tuple]] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (_boot(), _own_problem(group, device)), group)
+    dist.all_gather_object(told, (_boot(), why_not_on_this_rank(group, device)), group)
     boots, problems = zip(*[one for one in told if one is not None], strict=True)
     if len(set(boots)) > 1:
         return "ranks are on several hosts"
@@ -45,9 +46,13 @@ def _boot() -> str:
     return BOOT.read_text().strip() if BOOT.is_file() else os.uname().nodename
 
 
-def _own_problem(group, device) -> str:
+def why_not_on_this_rank(group: "ProcessGroup", device: torch.device) -> str:
+    """Returns why copy engines of this rank cannot carry, or ""."""
     if device.type != "cuda":
         return "parameters are not on GPUs"
+    # A stream that waits for another rank would hold up all others, also that for which this rank waits there.
+    if os.environ.get(CONNECTIONS) == "1":
+        return f"{CONNECTIONS}=1 makes the streams of a GPU wait for each other"
     backend = group._get_backend(device).name()
     if backend != "nccl":
         return f"the process group's backend is {backend}"
