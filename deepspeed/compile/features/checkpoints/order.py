@@ -117,9 +117,14 @@ class BaseOrder:
         return result
 
     def _room(self, numel, value, dtype, device):
+        def allocate():
+            return torch.full((numel,), value, dtype=dtype, device=device)
+
+        if self.layout.world == 1:
+            return allocate()
         # Otherwise the other ranks would wait in the exchange for one whose memory ran out.
         with every_rank_raises("make room for elements in another order", self._group):
-            return torch.full((numel,), value, dtype=dtype, device=device)
+            return allocate()
 
     def _exchange(self, source, sent, result, awaited):
         """Sends elements of ``source``, and writes those that come to ``result``.
