@@ -71,9 +71,9 @@ CopyEngines::CopyEngines(std::shared_ptr<Signals> signals,
     TORCH_CHECK_VALUE(static_cast<int64_t>(staging_.addresses.size()) == shape_.world &&
                           staging_.bytes >= slots * (shape_.world - 1) * row_bytes_,
                       "the staging must have all slots, on every rank");
-    TORCH_CHECK_VALUE(
-        receive_.scalar_type() == at::kByte && receive_.is_contiguous() && receive_.size(1) == shape_.world - 1,
-        "the receive buffers must be uint8 [buffers, world - 1, bytes]");
+    TORCH_CHECK_VALUE(receive_.scalar_type() == at::kByte && receive_.is_contiguous() &&
+                          receive_.size(1) == (shape_.world == 2 ? 1 : shape_.world),
+                      "the receive buffers must be uint8 [buffers, rows, bytes]");
     TORCH_CHECK(context_, "the calling thread has no CUDA context");
     const auto& words = signals_->words();
     // The driver maps whole pages.
@@ -223,21 +223,27 @@ void CopyEngines::pull(const OwnStream& on, const Portion& portion, int64_t peer
     // Spans follow each other but for their alignment, so one copy brings all.
     const auto bytes = portion.back().offset + portion.back().bytes;
     driver_.copy(on.handle,
-                 address_of(receive_) + (receive * (shape_.world - 1) + Shape::row(peer, shape_.rank)) * row_bytes_,
+                 address_of(receive_[receive][Shape::row(peer, shape_.rank)]),
                  staging_.addresses[peer] + row * row_bytes_,
                  bytes);
 }
 
 void CopyEngines::add(const Portion& portion, int64_t receive, const std::vector<Message>& messages, double scale)
 {
-    const c10::StreamGuard on_adding(streams_[Step::adding].stream);
+    const auto& on = streams_[Step::adding];
+    const c10::StreamGuard on_adding(on.stream);
     const auto rows = receive_[receive];
     for (const auto& span : portion) {
         const auto& [contribution, shard] = messages[span.message];
         const auto size = shard.element_size();
         const auto first = span.first / size, numel = span.bytes / size;
+        const auto own = contribution.narrow(0, shape_.rank * shard.numel() + first, numel);
+        if (rows.size(0) == shape_.world) {
+            // So that one kernel adds all. Several would each wait until matrix products leave room for them.
+            driver_.copy(on.handle, address_of(rows[shape_.world - 1]) + span.offset, address_of(own), span.bytes);
+        }
         add_rows(shard.narrow(0, first, numel),
-                 contribution.narrow(0, shape_.rank * shard.numel() + first, numel),
+                 own,
                  rows.narrow(1, span.offset, span.bytes).view(shard.scalar_type()),
                  scale);
     }

@@ -119,23 +119,28 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
 void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale)
 {
     auto into = out;
-    const auto times = c10::scalar_to_tensor(scale);
-    if (rows.size(0) == 1) {
-        // One pass over memory, computed in fp32 and rounded once.
-        const auto row = rows[0];
-        if (scale == 0.5) {
-            at::lerp_out(into, own, row, 0.5);
-            return;
-        }
-        if (scale == 1) {
-            at::add_out(into, own, row);
-            return;
-        }
+    const auto count = rows.size(0);
+    // One pass over memory, computed in fp32 and rounded once.
+    if (count == 1 && scale == 0.5) {
+        at::lerp_out(into, own, rows[0], 0.5);
+        return;
     }
-    auto sum = rows.size(0) == 1 ? rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true)
-                                 : at::sum(rows, {0}, /*keepdim=*/false, at::kFloat);
-    sum.add_(own);
-    at::mul_out(into, sum, times);
+    if (count == 1 && scale == 1) {
+        at::add_out(into, own, rows[0]);
+        return;
+    }
+    // A CPU rounds a sum before it divides.
+    if (count > 1 && !out.is_cpu() && scale == 1.0 / static_cast<double>(count)) {
+        at::mean_out(into, rows, {0});
+        return;
+    }
+    if (count > 1 && !out.is_cpu() && scale == 1) {
+        at::sum_out(into, rows, {0});
+        return;
+    }
+    auto sum = at::sum(rows, {0}, /*keepdim=*/false, at::kFloat);
+    if (count == 1) { sum.add_(own); }
+    at::mul_out(into, sum, c10::scalar_to_tensor(scale));
 }
 
 }  // namespace deepcompile

@@ -186,8 +186,8 @@ struct Step {
 /// rank hangs even where the device runs the steps of all streams one after the other.
 std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions);
 
-/// Writes to `out` [n] the sum of `own` [n] and of the rows [world - 1, n], times `scale`. bf16, fp16 and fp32; adds in
-/// fp32, and rounds once.
+/// Writes to `out` [n] a sum, times `scale`. bf16, fp16 and fp32; adds in fp32, and rounds once. `rows`: either the row of
+/// the only peer, [1, n], to which this function adds `own` [n], or the rows of all ranks, [world, n].
 void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale);
 
 // The driver. (driver.cpp)
@@ -241,7 +241,8 @@ struct MappedMemory {
 class CopyEngines : public Carrier, public std::enable_shared_from_this<CopyEngines> {
 public:
     /// `streams`: one that stages, one that adds, one that gathers, and then those that pull. `staging`: as many slots
-    /// of (world - 1) rows as `slots` says. `receive`: uint8 [buffers, world - 1, row_bytes] on the device.
+    /// of (world - 1) rows as `slots` says. `receive`: uint8 [buffers, rows, row_bytes] on the device, for
+    /// the rows that add_rows() adds.
     CopyEngines(std::shared_ptr<Signals> signals,
                 int64_t rank,
                 std::vector<OwnStream> streams,

@@ -21,8 +21,8 @@ STAGING_BYTES = 2**27
 SLOTS = 4
 # Buffers of a slot's size, into which a rank pulls: while the rows in one are added, the other is filled.
 RECEIVES = 2
-# More than one stream hides the pauses between copies.
-PULLS = 2
+# More than one stream hides the pauses between copies, and one copy alone does not fill a GPU's links.
+PULLS = 4
 # A row is cut at multiples of so many bytes.
 ALIGNMENT = 256
 # In so many seconds the ranks' first exchange must succeed.
@@ -32,8 +32,12 @@ WRITE = "learn that other ranks have read the parameters"
 
 def device_bytes(ranks: int) -> int:
     """Returns the bytes that the carrier of a process group takes on each GPU, besides the flat tensors."""
-    row = row_bytes(ranks)
-    return (SLOTS + RECEIVES) * (ranks - 1) * row
+    return (SLOTS * (ranks - 1) + RECEIVES * received_rows(ranks)) * row_bytes(ranks)
+
+
+def received_rows(ranks: int) -> int:
+    """Returns the rows of a receive buffer: that of the only peer, or those of all ranks."""
+    return 1 if ranks == 2 else ranks
 
 
 def row_bytes(ranks: int, staging_bytes: int = STAGING_BYTES, slots: int = SLOTS) -> int:
@@ -89,7 +93,7 @@ class CopyEngineCarrier:
                 staging=self._staging.addresses,
                 staging_bytes=self._staging.bytes,
                 slots=slots,
-                receive=torch.empty(RECEIVES, world - 1, row, dtype=torch.uint8, device=device),
+                receive=torch.empty(RECEIVES, received_rows(world), row, dtype=torch.uint8, device=device),
             )
         self._probe()
         self._signals.set_timeout(timeout or timeout_of(group, device))
