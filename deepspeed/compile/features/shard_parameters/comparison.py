@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they do next, and those that differ end in a sentence."""
 
+import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
 
 import torch
@@ -43,6 +45,12 @@ NO_BLOCK, BEGINNING, END = At(0, "no block"), At(1, "the beginning of a backward
 FIRST_OF_UNITS = 3
 
 
+@functools.cache
+def _own_stream() -> Any:
+    """Returns the stream of all comparisons, which waits for nothing that a device computes."""
+    return get_accelerator().Stream()
+
+
 class Comparison:
     """Compares a number between ranks, so that ranks that took different ways raise before they mix up their messages.
 
@@ -75,12 +83,14 @@ class Comparison:
         if self._work is not None:
             return
         self._at = at or self.at
-        if self._at not in self._made:
-            number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
-            self._made[self._at] = torch.tensor([number, -number], device=self._device)
-        # Other memory each time: another stream may still compare what an earlier collective brought.
-        self._numbers = self._made[self._at].clone()
-        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # The current stream may wait for gradients of another rank, whose stream waits for this rank's number.
+        with contextlib.nullcontext() if self._device.type == "cpu" else get_accelerator().stream(_own_stream()):
+            if self._at not in self._made:
+                number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
+                self._made[self._at] = torch.tensor([number, -number], device=self._device)
+            # Other memory each time: another stream may still compare what an earlier collective brought.
+            self._numbers = self._made[self._at].clone()
+            self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
         """Whether all ranks have sent their numbers."""
