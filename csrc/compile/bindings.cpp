@@ -128,7 +128,7 @@ void bind_copy_engines(py::module m)
              int64_t pulls,
              int64_t first,
              int64_t portions) {
-              static constexpr const char* acts[] = {"mark", "follow", "wait", "post", "stage", "pull", "add"};
+              static constexpr const char* acts[] = {"mark", "follow", "wait", "post", "stage", "keep", "pull", "add"};
               py::list steps;
               for (const auto& step : schedule({world, rank, slots, receives, pulls}, first, portions)) {
                   py::dict named;
@@ -154,9 +154,9 @@ void bind_copy_engines(py::module m)
             [](CopyEngines& engines, const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors, double divisor) {
                 std::vector<Message> messages;
                 for (const auto& [contribution, shard] : tensors) { messages.push_back({contribution, shard}); }
-                Works works;
-                engines.reduce(messages, divisor, works);
-                return works;
+                Works read, written;
+                engines.reduce(messages, divisor, read, written);
+                return std::make_pair(read, written);
             },
             unlocked())
         .def(py::init([](std::shared_ptr<Signals> signals,

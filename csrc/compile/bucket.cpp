@@ -142,7 +142,15 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
         if (messages.empty()) { continue; }
         counters_.messages_sent += static_cast<int64_t>(messages.size());
         try {
-            group.carrier->reduce(messages, group.divisor, works_);
+            Works read;
+            try {
+                group.carrier->reduce(messages, group.divisor, read, works_);
+            } catch (...) {
+                drops_early_ = false;
+                throw;
+            }
+            drops_early_ = drops_early_ && !read.empty();
+            read_.insert(read_.end(), read.begin(), read.end());
         } catch (const std::exception& error) {
             throw_for_other_ranks(purpose(), error);
         }
@@ -173,6 +181,21 @@ Message Bucket::message_of(Segment& segment)
 }
 
 // Awaited.
+
+bool Bucket::drop_contributions()
+{
+    if (!drops_early_ || read_.empty()) { return false; }
+    try {
+        for (auto& work : read_) { work->wait(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose(), error);
+    }
+    for (auto& segment : segments_) {
+        if (!segment.shard.is_same(segment.memory)) { drop_memory(segment); }
+    }
+    counters_.pending.remove(std::exchange(bytes_, 0));
+    return true;
+}
 
 void Bucket::copy_to_host()
 {
@@ -248,6 +271,7 @@ Bucket::~Bucket()
 
 void Bucket::drop_memory(Segment& segment)
 {
+    if (!segment.memory.defined()) { return; }
     // Memory from the pool of another stream must not return to that pool before the last stream is done with it.
     streams_.record_on_last(segment.memory, segment.stream);
     if (!segment.donated) { counters_.bucket.remove(bytes_of(segment.memory)); }
@@ -285,7 +309,10 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     const int64_t limit = options_.bucket_numel * element_size;
     const int64_t bytes = gradient.numel() * element_size;
-    if (launched_bytes_ > 0 && launched_bytes_ - launched_largest_ + filling_->bytes() + bytes > limit) { drain(); }
+    if (launched_bytes_ > 0 && launched_bytes_ - launched_largest_ + filling_->bytes() + bytes > limit) {
+        launched_bytes_ = launched_largest_ = 0;
+        make_room();
+    }
     filling_->add(record, gradient, donated);
     // Before a bucket is sent, the stream waits for the bucket in flight. If that is a long one, such as an
     // embedding's, gather more first: computing half as many bytes of gradients takes longer than sending the bucket
@@ -304,8 +331,10 @@ void BucketQueue::begin_backward(bool holds)
 void BucketQueue::launch()
 {
     if (filling_->empty()) { return; }
-    // Only one bucket at a time is in flight. When the stream has waited for it, its memory is free for the next one.
-    drain();
+    // The gradients of only one bucket at a time are in flight. When the stream has waited for these, their memory is free
+    // for the next ones.
+    launched_bytes_ = launched_largest_ = 0;
+    make_room();
     if (options_.overlap && !options_.synchronize_after) {
         launched_bytes_ = filling_->bytes();
         launched_largest_ = filling_->largest();
@@ -318,7 +347,7 @@ void BucketQueue::send_held()
 {
     holds_ = false;
     while (!held_.empty()) {
-        await_in_flight();
+        make_room();
         send_first();
     }
 }
@@ -343,35 +372,61 @@ void BucketQueue::send_first()
     ++counters_.buckets_sent;
     if (group.host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
     failed_ = false;
-    if (!options_.overlap || options_.synchronize_after) { await_in_flight(); }
+    if (!options_.overlap || options_.synchronize_after) { arrive_all(); }
     if (options_.synchronize_after) { streams_.synchronize_device(); }
 }
 
 void BucketQueue::drain()
 {
     launched_bytes_ = launched_largest_ = 0;
-    await_in_flight();
+    arrive_all();
 }
 
-void BucketQueue::await_in_flight()
+void BucketQueue::make_room()
+{
+    check_not_failed();
+    if (!in_flight_) { return; }
+    failed_ = true;
+    const bool dropped = in_flight_->drop_contributions();
+    failed_ = false;
+    if (!dropped) {
+        arrive_all();
+        return;
+    }
+    arriving_.push_back(std::move(in_flight_));
+    if (arriving_.size() > most_arriving) { arrive_first(); }
+}
+
+void BucketQueue::arrive_all()
+{
+    check_not_failed();
+    if (in_flight_) { arriving_.push_back(std::move(in_flight_)); }
+    while (!arriving_.empty()) { arrive_first(); }
+}
+
+void BucketQueue::arrive_first()
+{
+    failed_ = true;
+    arriving_.front()->arrive();
+    failed_ = false;
+    arriving_.pop_front();
+}
+
+void BucketQueue::check_not_failed() const
 {
     // Another thread of the backward, or a function that has caught the error, may come here before abandon(). If the
     // bucket was sent again, the other ranks would take it for the next one. Without it, the step would lack gradients.
     TORCH_CHECK(!failed_,
                 "DeepCompile sends no more gradients of this backward, because sending an earlier bucket of it has "
                 "failed; look for the first error of this rank");
-    if (!in_flight_) { return; }
-    failed_ = true;
-    in_flight_->arrive();
-    failed_ = false;
-    in_flight_.reset();
 }
 
 void BucketQueue::abandon()
 {
     // If sending the bucket failed half way, it holds works too.
-    if (in_flight_) { in_flight_->wait_on_device(); }
-    in_flight_.reset();
+    if (in_flight_) { arriving_.push_back(std::move(in_flight_)); }
+    for (auto& bucket : arriving_) { bucket->wait_on_device(); }
+    arriving_.clear();
     failed_ = false;
     held_.clear();
     filling_ = empty_bucket();

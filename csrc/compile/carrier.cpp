@@ -11,7 +11,7 @@
 
 namespace deepcompile {
 
-void Collectives::reduce(std::vector<Message>& messages, double divisor, Works& works)
+void Collectives::reduce(std::vector<Message>& messages, double divisor, Works& /*read*/, Works& written)
 {
     const auto device = device_.type();
     const auto backend = process_group_->getBackend(device);
@@ -26,7 +26,7 @@ void Collectives::reduce(std::vector<Message>& messages, double divisor, Works& 
     bool is_open = false;
     const auto close = [&] {
         is_open = false;
-        if (auto work = process_group_->endCoalescing(device)) { works.push_back(std::move(work)); }
+        if (auto work = process_group_->endCoalescing(device)) { written.push_back(std::move(work)); }
     };
     try {
         if (coalesce) {
@@ -38,7 +38,7 @@ void Collectives::reduce(std::vector<Message>& messages, double divisor, Works& 
             options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
             options.asyncOp = true;
             auto work = process_group_->_reduce_scatter_base(message.shard, message.contribution, options);
-            if (!coalesce) { works.push_back(std::move(work)); }
+            if (!coalesce) { written.push_back(std::move(work)); }
         }
         if (coalesce) { close(); }
     } catch (const std::exception&) {

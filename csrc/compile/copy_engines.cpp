@@ -64,16 +64,16 @@ CopyEngines::CopyEngines(std::shared_ptr<Signals> signals,
       gathers_(streams.back()),
       staging_(std::move(staging)),
       receive_(std::move(receive)),
-      shape_{signals_->world(), rank, slots, receive_.size(0), static_cast<int64_t>(streams.size()) - 3},
+      shape_{signals_->world(), rank, slots, receive_.size(0), static_cast<int64_t>(streams.size()) - 4},
       row_bytes_(receive_.size(2))
 {
     TORCH_CHECK_VALUE(shape_.pulls > 0, "copy engines need a stream that pulls");
     TORCH_CHECK_VALUE(static_cast<int64_t>(staging_.addresses.size()) == shape_.world &&
                           staging_.bytes >= slots * (shape_.world - 1) * row_bytes_,
                       "the staging must have all slots, on every rank");
-    TORCH_CHECK_VALUE(receive_.scalar_type() == at::kByte && receive_.is_contiguous() &&
-                          receive_.size(1) == (shape_.world == 2 ? 1 : shape_.world),
-                      "the receive buffers must be uint8 [buffers, rows, bytes]");
+    TORCH_CHECK_VALUE(
+        receive_.scalar_type() == at::kByte && receive_.is_contiguous() && receive_.size(1) == shape_.world,
+        "the receive buffers must be uint8 [buffers, world, bytes]");
     TORCH_CHECK(context_, "the calling thread has no CUDA context");
     const auto& words = signals_->words();
     // The driver maps whole pages.
@@ -127,7 +127,7 @@ void CopyEngines::wait(const OwnStream& on, int64_t peer, Channel channel, uint3
 
 // Gradients.
 
-void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& works)
+void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& read, Works& written)
 {
     RECORD_USER_SCOPE("deepcompile::copy_engines");
     std::lock_guard lock(mutex_);
@@ -148,26 +148,29 @@ void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& 
     const auto first = std::exchange(portions_, portions_ + static_cast<uint32_t>(count));
 
     const auto ready = record_event(current_stream(receive_.device()));
-    const auto& staging = streams_[Step::staging].stream;
     const auto& adding = streams_[Step::adding].stream;
-    ready.block(staging);
-    ready.block(adding);
+    for (const auto number : {Step::staging, Step::keeping, Step::adding}) { ready.block(streams_[number].stream); }
     // Before a stream waits for them: the watcher bounds these waits also if what follows raises.
     signals_->expect(Channel::staged, portions_);
     if (portions_ > shape_.slots) {
         signals_->expect(Channel::pulled, portions_ - static_cast<uint32_t>(shape_.slots));
     }
+    const auto add_works = [&] {
+        for (const auto number : {Step::staging, Step::keeping}) {
+            auto copied = record_event(streams_[number].stream);
+            copied.block(adding);
+            read.push_back(c10::make_intrusive<Carried>(std::move(copied), receive_.device(), signals_));
+        }
+        written.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
+    };
     try {
         for (const auto& step : schedule(shape_, first, count)) { run(step, portions, messages, 1 / divisor); }
     } catch (...) {
         // The caller must wait for what was put on streams.
-        record_event(staging).block(adding);
-        works.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
+        add_works();
         throw;
     }
-    // This rank's contributions may be staged later than its own sum is ready.
-    record_event(staging).block(adding);
-    works.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
+    add_works();
 }
 
 void CopyEngines::run(const Step& step,
@@ -191,6 +194,9 @@ void CopyEngines::run(const Step& step,
             return;
         case Step::stage:
             stage(portions[step.portion], step.slot, messages);
+            return;
+        case Step::keep:
+            keep(portions[step.portion], step.receive, messages);
             return;
         case Step::pull:
             pull(on, portions[step.portion], step.peer, step.slot, step.receive);
@@ -217,33 +223,32 @@ void CopyEngines::stage(const Portion& portion, int64_t slot, const std::vector<
     }
 }
 
+void CopyEngines::keep(const Portion& portion, int64_t receive, const std::vector<Message>& messages)
+{
+    const auto row = address_of(receive_[receive][shape_.rank]);
+    for (const auto& span : portion) {
+        const auto& [contribution, shard] = messages[span.message];
+        const auto own = address_of(contribution) + shape_.rank * bytes_of(shard);
+        driver_.copy(streams_[Step::keeping].handle, row + span.offset, own + span.first, span.bytes);
+    }
+}
+
 void CopyEngines::pull(const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, int64_t receive)
 {
     const auto row = slot * (shape_.world - 1) + Shape::row(shape_.rank, peer);
     // Spans follow each other but for their alignment, so one copy brings all.
     const auto bytes = portion.back().offset + portion.back().bytes;
-    driver_.copy(on.handle,
-                 address_of(receive_[receive][Shape::row(peer, shape_.rank)]),
-                 staging_.addresses[peer] + row * row_bytes_,
-                 bytes);
+    driver_.copy(on.handle, address_of(receive_[receive][peer]), staging_.addresses[peer] + row * row_bytes_, bytes);
 }
 
 void CopyEngines::add(const Portion& portion, int64_t receive, const std::vector<Message>& messages, double scale)
 {
-    const auto& on = streams_[Step::adding];
-    const c10::StreamGuard on_adding(on.stream);
+    const c10::StreamGuard on_adding(streams_[Step::adding].stream);
     const auto rows = receive_[receive];
     for (const auto& span : portion) {
-        const auto& [contribution, shard] = messages[span.message];
+        const auto& shard = messages[span.message].shard;
         const auto size = shard.element_size();
-        const auto first = span.first / size, numel = span.bytes / size;
-        const auto own = contribution.narrow(0, shape_.rank * shard.numel() + first, numel);
-        if (rows.size(0) == shape_.world) {
-            // So that one kernel adds all. Several would each wait until matrix products leave room for them.
-            driver_.copy(on.handle, address_of(rows[shape_.world - 1]) + span.offset, address_of(own), span.bytes);
-        }
-        add_rows(shard.narrow(0, first, numel),
-                 own,
+        add_rows(shard.narrow(0, span.first / size, span.bytes / size),
                  rows.narrow(1, span.offset, span.bytes).view(shard.scalar_type()),
                  scale);
     }

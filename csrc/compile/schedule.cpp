@@ -56,9 +56,10 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
 {
     const auto peers = shape.peers();
     const int64_t pulls = std::min<int64_t>(shape.pulls, static_cast<int64_t>(peers.size()));
-    // Events: when a buffer may be written again, and when each stream has pulled into it.
-    const auto is_free = [&](int64_t receive) { return receive * (1 + shape.pulls); };
-    const auto is_pulled = [&](int64_t receive, int64_t stream) { return is_free(receive) + 1 + stream; };
+    // Events: when a buffer may be written again, when it has this rank's row, and when each stream has pulled into it.
+    const auto is_free = [&](int64_t receive) { return receive * (2 + shape.pulls); };
+    const auto is_kept = [&](int64_t receive) { return is_free(receive) + 1; };
+    const auto is_pulled = [&](int64_t receive, int64_t stream) { return is_free(receive) + 2 + stream; };
     std::vector<Step> steps;
     const auto on = [&](int64_t stream, Step::Act act) -> Step& {
         steps.push_back({act, stream});
@@ -83,6 +84,13 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
         auto& staged = on(Step::staging, Step::post);
         staged.channel = Channel::staged;
         staged.number = numbered;
+
+        on(Step::keeping, Step::follow).event = is_free(receive);
+        auto& keep = on(Step::keeping, Step::keep);
+        keep.portion = portion;
+        keep.receive = receive;
+        on(Step::keeping, Step::mark).event = is_kept(receive);
+        on(Step::adding, Step::follow).event = is_kept(receive);
 
         for (int64_t stream = 0; stream < pulls; ++stream) {
             on(Step::pulling + stream, Step::follow).event = is_free(receive);
@@ -116,31 +124,23 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
     return steps;
 }
 
-void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale)
+void add_rows(const at::Tensor& out, const at::Tensor& rows, double scale)
 {
     auto into = out;
     const auto count = rows.size(0);
-    // One pass over memory, computed in fp32 and rounded once.
-    if (count == 1 && scale == 0.5) {
-        at::lerp_out(into, own, rows[0], 0.5);
-        return;
-    }
-    if (count == 1 && scale == 1) {
-        at::add_out(into, own, rows[0]);
-        return;
-    }
-    // A CPU rounds a sum before it divides.
-    if (count > 1 && !out.is_cpu() && scale == 1.0 / static_cast<double>(count)) {
+    // Where one kernel of torch can, it goes through memory once, computes in fp32 and rounds once. On a CPU a mean of
+    // bf16 is rounded before it is divided.
+    if (count == 2 && scale == 0.5) {
+        at::lerp_out(into, rows[0], rows[1], 0.5);
+    } else if (count == 2 && scale == 1) {
+        at::add_out(into, rows[0], rows[1]);
+    } else if (!out.is_cpu() && scale == 1.0 / static_cast<double>(count)) {
         at::mean_out(into, rows, {0});
-        return;
-    }
-    if (count > 1 && !out.is_cpu() && scale == 1) {
+    } else if (!out.is_cpu() && scale == 1) {
         at::sum_out(into, rows, {0});
-        return;
+    } else {
+        at::mul_out(into, at::sum(rows, {0}, /*keepdim=*/false, at::kFloat), c10::scalar_to_tensor(scale));
     }
-    auto sum = at::sum(rows, {0}, /*keepdim=*/false, at::kFloat);
-    if (count == 1) { sum.add_(own); }
-    at::mul_out(into, sum, c10::scalar_to_tensor(scale));
 }
 
 }  // namespace deepcompile

@@ -348,6 +348,9 @@ public:
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Sends the gradients, group after group.
     void send(const std::deque<PartitionGroup>& groups);
+    /// If all carriers read the gradients for a shorter time than it takes to write shards: makes the current stream wait
+    /// until that is over, and drops the gradients. Returns whether it did. arrive() must still be called.
+    bool drop_contributions();
     /// For targets in host memory, on a GPU: calls arrive() on the stream of copies, while the current stream goes on.
     void copy_to_host();
     /// Waits for the carriers and binds this rank's shards. NCCL: the current stream waits. gloo: the
@@ -375,7 +378,9 @@ private:
     StreamOrder& streams_;
     Counters& counters_;
     std::vector<Segment> segments_;
-    Works works_;
+    Works read_;                        ///< until no contribution is read any more
+    Works works_;                       ///< until all shards are written
+    bool drops_early_ = true;           ///< whether `read_` is that of all messages
     std::optional<c10::Event> copied_;  ///< the end of copy_to_host()
     int64_t bytes_ = 0;                 ///< of gradients
     int64_t largest_ = 0;               ///< bytes of the largest gradient
@@ -385,7 +390,8 @@ private:
     std::unordered_map<const ParameterRecord*, at::Tensor> joinable_;
 };
 
-/// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
+/// The bucket that is being filled; at most one in flight, which is sent and still has its gradients; and a few of which
+/// only shards are awaited. What is on its way long enough has come when the stream waits for it.
 ///
 /// If an engine of any rank had `hold_on_cpu` when the last engine was set up, full buckets of all engines wait for the
 /// end of the backward, which may run through several engines; see Reducer::hold_on_cpu(). On a CPU a rank that sends a bucket waits for the other
@@ -410,9 +416,9 @@ public:
     {
         return filling_->add_to_earlier(record, gradient);
     }
-    /// Drains the bucket in flight, and sends the one that is being filled, or holds it.
+    /// Makes room, and sends the bucket that is being filled, or holds it.
     void launch();
-    /// Waits for the bucket in flight, binds this rank's shards and drops the rest.
+    /// Waits for all that was sent, binds this rank's shards and drops the rest.
     void drain();
     /// Drops all buckets.
     void abandon();
@@ -421,12 +427,19 @@ public:
     void begin_backward(bool holds);
     /// Called when the backward has run: sends the buckets that were held, and holds none from now on.
     void send_held();
-    bool empty() const { return filling_->empty() && held_.empty() && !in_flight_; }
+    bool empty() const { return filling_->empty() && held_.empty() && !in_flight_ && arriving_.empty(); }
 
 private:
     std::unique_ptr<Bucket> empty_bucket() const { return std::make_unique<Bucket>(options_, streams_, counters_); }
     void send_first();
-    void await_in_flight();
+    /// Waits until the gradients in flight are dropped. What this function does not wait for goes on to arrive.
+    void make_room();
+    void arrive_all();
+    void arrive_first();
+    void check_not_failed() const;
+
+    /// Buckets that may arrive while the gradients of another one are in flight.
+    static constexpr size_t most_arriving = 2;
 
     const Options& options_;
     const std::deque<PartitionGroup>& groups_;
@@ -436,6 +449,7 @@ private:
     std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
     std::deque<std::unique_ptr<Bucket>> held_;          ///< launched, and not sent yet
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
+    std::deque<std::unique_ptr<Bucket>> arriving_;      ///< sent before, and not awaited yet
     bool failed_ = false;                               ///< until abandon(): sending or awaiting `in_flight_` raised
     bool holds_ = false;                                ///< whether buckets that are launched are held
     /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some

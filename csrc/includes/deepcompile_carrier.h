@@ -39,14 +39,15 @@ public:
     /// the dtype has little range, such as fp16, the division must not come after a sum that could overflow.
     ///
     /// Contributions are ready on the current stream. What happens is put on other streams, and on this one only what
-    /// does not wait for other ranks. Appends works to `works`, whose wait() makes the current stream wait, or on a CPU
-    /// the calling thread, until all shards are written and no contribution is read any more. The caller keeps the
-    /// tensors until it has waited, on whichever stream, and waits for each work once.
+    /// does not wait for other ranks. The wait() of a work makes the current stream wait, or on a CPU the calling
+    /// thread. Appends works to `written`, until all shards are written and no contribution is read any more. A carrier
+    /// that reads contributions for a shorter time appends works to `read` too, until that is over. The caller keeps
+    /// the tensors until it has waited, on whichever stream, and waits for each work once.
     ///
     /// If it raises, or a wait() does, the works that were appended are those of what was begun; the caller waits for
     /// them before it drops the tensors. An error of this rank is a c10::Error. Another rank's is a c10::DistError, or
     /// no c10::Error: throw_for_other_ranks() tells them apart.
-    virtual void reduce(std::vector<Message>& messages, double divisor, Works& works) = 0;
+    virtual void reduce(std::vector<Message>& messages, double divisor, Works& read, Works& written) = 0;
 
     /// Called before the host waits for the device in a collective of the process group: a carrier whose streams wait
     /// for other ranks in another way waits here until these have come, or raises as wait() does.
@@ -70,7 +71,7 @@ public:
     {
     }
 
-    void reduce(std::vector<Message>& messages, double divisor, Works& works) override;
+    void reduce(std::vector<Message>& messages, double divisor, Works& read, Works& written) override;
     std::vector<int64_t> exchange(const std::vector<int64_t>& own) override;
 
 private:

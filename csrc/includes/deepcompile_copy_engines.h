@@ -6,9 +6,11 @@ A Carrier for ranks of one host whose GPUs can read each other's memory. A GPU's
 streaming multiprocessor does, so matrix products beside them keep their speed.
 
 Gradients. A rank copies what it contributes to other ranks' shards into its staging, a ring of slots that all ranks
-have mapped, and posts a signal. Each rank waits for that signal of a peer and pulls its row from the peer's slot. When a
-rank has pulled a row from every peer, it posts another signal, after which the peers may fill the slot again, and a
-kernel adds the rows in fp32. What does not fit into one slot goes through in portions.
+have mapped, and posts a signal. What it contributes to its own shard it copies to a receive buffer; then nothing reads
+the gradients any more. Each rank waits for that signal of a peer and pulls its row from the peer's slot. When a rank
+has pulled a row from every peer, it posts another signal, after which the peers may fill the slot again, and a kernel
+adds the rows in fp32. What does not fit into one slot goes through in portions. A kernel may have to wait until matrix
+products leave room for it, so there is one for a portion of each message, and no gradient waits for it.
 
 Parameters. The flat tensor of a group lies in memory that all ranks have mapped. After the update a rank posts a
 signal, and each rank pulls the shards of its peers to their places.
@@ -153,7 +155,7 @@ struct Shape {
 
     /// The other ranks, in the order in which this rank pulls from them. Each rank begins with another one.
     std::vector<int64_t> peers() const;
-    /// The row of a rank in a slot of another rank, whose own row is left out.
+    /// The row of a rank in a slot of another rank, whose own row is left out. A receive buffer has the rows of all.
     static int64_t row(int64_t of, int64_t in) { return of < in ? of : of - 1; }
 };
 
@@ -164,11 +166,12 @@ struct Step {
         follow,  ///< wait for the last record of `event`, if there is one
         wait,    ///< wait until the word of `peer` in `channel` has reached `number`
         post,    ///< write `number` to this rank's word in `channel`
-        stage,   ///< copy `portion` to `slot` of the staging
+        stage,   ///< copy the peers' rows of `portion` to `slot` of the staging
+        keep,    ///< copy this rank's row of `portion` to the buffer `receive`
         pull,    ///< copy this rank's row of `portion` from `slot` of the peer's staging to the buffer `receive`
-        add,     ///< add the rows of `portion` in the buffer `receive` to this rank's own
+        add,     ///< add the rows of `portion` in the buffer `receive`
     };
-    static constexpr int64_t staging = 0, adding = 1, pulling = 2;  ///< streams; the last ones pull
+    static constexpr int64_t staging = 0, adding = 1, keeping = 2, pulling = 3;  ///< streams; the last ones pull
 
     Act act;
     int64_t stream;
@@ -186,9 +189,8 @@ struct Step {
 /// rank hangs even where the device runs the steps of all streams one after the other.
 std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions);
 
-/// Writes to `out` [n] a sum, times `scale`. bf16, fp16 and fp32; adds in fp32, and rounds once. `rows`: either the row of
-/// the only peer, [1, n], to which this function adds `own` [n], or the rows of all ranks, [world, n].
-void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale);
+/// Writes to `out` [n] the sum of `rows` [world, n], times `scale`. bf16, fp16 and fp32; adds in fp32, and rounds once.
+void add_rows(const at::Tensor& out, const at::Tensor& rows, double scale);
 
 // The driver. (driver.cpp)
 
@@ -240,9 +242,8 @@ struct MappedMemory {
 
 class CopyEngines : public Carrier, public std::enable_shared_from_this<CopyEngines> {
 public:
-    /// `streams`: one that stages, one that adds, one that gathers, and then those that pull. `staging`: as many slots
-    /// of (world - 1) rows as `slots` says. `receive`: uint8 [buffers, rows, row_bytes] on the device, for
-    /// the rows that add_rows() adds.
+    /// `streams`: one that stages, one that adds, one that keeps, those that pull, and one that gathers. `staging`: as
+    /// many slots of (world - 1) rows as `slots` says. `receive`: uint8 [buffers, world, row_bytes] on the device.
     CopyEngines(std::shared_ptr<Signals> signals,
                 int64_t rank,
                 std::vector<OwnStream> streams,
@@ -251,7 +252,7 @@ public:
                 at::Tensor receive);
     ~CopyEngines() override;
 
-    void reduce(std::vector<Message>& messages, double divisor, Works& works) override;
+    void reduce(std::vector<Message>& messages, double divisor, Works& read, Works& written) override;
     /// The host waits for all signals that streams wait for. Raises DistBackendError if one does not come.
     void await_others() override { signals_->await(); }
     std::vector<int64_t> exchange(const std::vector<int64_t>& own) override { return signals_->exchange(own); }
@@ -282,6 +283,7 @@ private:
              const std::vector<Message>& messages,
              double scale);
     void stage(const Portion& portion, int64_t slot, const std::vector<Message>& messages);
+    void keep(const Portion& portion, int64_t receive, const std::vector<Message>& messages);
     void pull(const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, int64_t receive);
     void add(const Portion& portion, int64_t receive, const std::vector<Message>& messages, double scale);
     const MappedMemory& flat_with(uint64_t begin, int64_t bytes) const;

@@ -85,12 +85,15 @@ def reductions(carrier, sizes, dtypes, divisor, delays=False, delayed=None, busy
     product = torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16)
 
     def arrive():
-        works, messages, seeds = in_flight.pop(0)
-        for work in works:
+        read, written, messages, seeds = in_flight.pop(0)
+        for work in read:
+            work.wait()
+        for sent, _ in messages:
+            sent.fill_(float("nan"))
+        for work in written:
             work.wait()
         for (sent, got), seed in zip(messages, seeds):
             results.append((got.clone(), seed, sent.numel(), sent.dtype))
-            sent.fill_(float("nan"))
 
     for bucket, of_bucket in enumerate(sizes):
         messages, seeds = [], []
@@ -104,7 +107,7 @@ def reductions(carrier, sizes, dtypes, divisor, delays=False, delayed=None, busy
             time.sleep(random.Random(bucket).random() * 0.003)
         if busy:
             product @ product
-        in_flight.append((carrier.native.reduce(messages, divisor), messages, seeds))
+        in_flight.append((*carrier.native.reduce(messages, divisor), messages, seeds))
         del messages, sent
         if len(in_flight) > 1:
             arrive()
@@ -203,7 +206,7 @@ def check_memory_and_time(make):
     torch.cuda.empty_cache()
     dist.barrier()
     before = free()[0]
-    carrier = make(carriers.STAGING_BYTES, carriers.SLOTS)
+    carrier = make(carriers.PORTION_BYTES, carriers.SLOTS)
     torch.cuda.synchronize()
     dist.barrier()
     taken, stated = before - free()[0], carriers.device_bytes(WORLD)
@@ -223,15 +226,14 @@ def check_memory_and_time(make):
         dist.barrier()
         torch.cuda.synchronize()
         begun = time.perf_counter()
-        works = carrier.native.reduce(messages, float(WORLD))
+        _, works = carrier.native.reduce(messages, float(WORLD))
         host.append(time.perf_counter() - begun)
         for work in works:
             work.wait()
         torch.cuda.synchronize()
         device.append(time.perf_counter() - begun)
     extra = torch.cuda.max_memory_allocated() - base
-    row = carriers.row_bytes(WORLD)
-    note("memory of sums", extra <= 4 * row, f"{extra / MIB:.1f} MiB at most")
+    note("memory of sums", extra <= MIB, f"{extra / MIB:.1f} MiB at most")
     host_ms, device_ms = (1e3 * sorted(times)[len(times) // 2] for times in (host, device))
     rate = numel * 2 * (WORLD - 1) / WORLD / device_ms / 1e6
     note("reduce() of 64 MiB", host_ms < 5, f"host {host_ms:.3f} ms, done {device_ms:.2f} ms ({rate:.0f} GB/s a rank)")
@@ -239,7 +241,7 @@ def check_memory_and_time(make):
     in_flight, times = [], []
     for _ in range(40):
         begun = time.perf_counter()
-        in_flight.append(carrier.native.reduce(messages, float(WORLD)))
+        in_flight.append(carrier.native.reduce(messages, float(WORLD))[1])
         times.append(time.perf_counter() - begun)
         for work in in_flight[-1]:
             work.wait()
@@ -281,7 +283,7 @@ def check_a_rank_that_hangs(make):
     numel = WORLD * UNITS * 3000
     sent = torch.randn(numel, device="cuda").bfloat16()
     got = torch.empty(numel // WORLD, device="cuda", dtype=torch.bfloat16)
-    for work in carrier.native.reduce([(sent, got)], 1.0):
+    for work in carrier.native.reduce([(sent, got)], 1.0)[1]:
         work.wait()
     torch.cuda.synchronize()
     dist.barrier()
@@ -290,7 +292,7 @@ def check_a_rank_that_hangs(make):
     try:
         if RANK == WORLD - 1:
             time.sleep(HANG_TIMEOUT + 2)
-        works = carrier.native.reduce([(sent, got)], 1.0) + carrier.gather(flat, [(0, flat.numel())])
+        works = carrier.native.reduce([(sent, got)], 1.0)[1] + carrier.gather(flat, [(0, flat.numel())])
         for work in works:
             work.wait()
         # The host waits for the device, as a step does, and only then asks.
@@ -408,8 +410,8 @@ def main():
     dist.init_process_group("nccl", device_id=device, timeout=timedelta(seconds=40))
     deepspeed.init_distributed("nccl")
 
-    def make(staging_bytes, slots, timeout=TIMEOUT):
-        return carriers.CopyEngineCarrier(dist.group.WORLD, device, timeout, staging_bytes=staging_bytes, slots=slots)
+    def make(portion_bytes, slots, timeout=TIMEOUT):
+        return carriers.CopyEngineCarrier(dist.group.WORLD, device, timeout, portion_bytes=portion_bytes, slots=slots)
 
     checks = (
         check_reductions,

@@ -15,11 +15,11 @@ from .native import native
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# The staging of gradients in bytes, on each GPU for each process group, and its slots. While peers pull from
-# one slot, others are filled.
-STAGING_BYTES = 2**27
-SLOTS = 4
-# Buffers of a slot's size, into which a rank pulls: while the rows in one are added, the other is filled.
+# Bytes of what all ranks send at once. The staging of each GPU, for each process group, has slots for it: while peers
+# pull from one, the other is filled.
+PORTION_BYTES = 2**26
+SLOTS = 2
+# Buffers into which a rank pulls: while the rows in one are added, the other is filled.
 RECEIVES = 2
 # More than one stream hides the pauses between copies, and one copy alone does not fill a GPU's links.
 PULLS = 4
@@ -32,17 +32,12 @@ WRITE = "learn that other ranks have read the parameters"
 
 def device_bytes(ranks: int) -> int:
     """Returns the bytes that the carrier of a process group takes on each GPU, besides the flat tensors."""
-    return (SLOTS * (ranks - 1) + RECEIVES * received_rows(ranks)) * row_bytes(ranks)
+    return (SLOTS * (ranks - 1) + RECEIVES * ranks) * row_bytes(ranks)
 
 
-def received_rows(ranks: int) -> int:
-    """Returns the rows of a receive buffer: that of the only peer, or those of all ranks."""
-    return 1 if ranks == 2 else ranks
-
-
-def row_bytes(ranks: int, staging_bytes: int = STAGING_BYTES, slots: int = SLOTS) -> int:
-    """Returns the bytes of the row that a slot has for each peer."""
-    return max(staging_bytes // slots // (ranks - 1) // ALIGNMENT, 1) * ALIGNMENT
+def row_bytes(ranks: int, portion_bytes: int = PORTION_BYTES) -> int:
+    """Returns the bytes of a portion for each rank."""
+    return max(portion_bytes // ranks // ALIGNMENT, 1) * ALIGNMENT
 
 
 class CopyEngineCarrier:
@@ -56,7 +51,7 @@ class CopyEngineCarrier:
         timeout: for how many seconds a rank waits for a peer; None: as long as the process group does.
         maps_flat: whether flat tensors are mapped. Mapped memory cannot be freed under a tensor, as is done with flat
             tensors where parameters are sharded.
-        staging_bytes, slots: of the staging.
+        portion_bytes, slots: of the staging.
 
     Raises:
         RuntimeError: on every rank, if the ranks cannot map each other's memory, or their signals do not arrive.
@@ -68,7 +63,7 @@ class CopyEngineCarrier:
         device: torch.device,
         timeout: Optional[float] = None,
         maps_flat: bool = True,
-        staging_bytes: int = STAGING_BYTES,
+        portion_bytes: int = PORTION_BYTES,
         slots: int = SLOTS,
     ):
         self._group, self._device, self._maps_flat = group, device, maps_flat
@@ -79,12 +74,12 @@ class CopyEngineCarrier:
         self._collectives = Collectives(group)
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         code = native()
-        row = row_bytes(world, staging_bytes, slots)
+        row = row_bytes(world, portion_bytes)
         self._staging = mapped(slots * (world - 1) * row, torch.uint8, device, group)
         words = shared_words(group)
         with every_rank_raises("set copy engines up", group):
             self._signals = code.Signals(words=words, rank=rank, timeout=PROBE_SECONDS)
-            streams = [torch.cuda.Stream(device, priority=-1) for _ in range(3 + min(PULLS, world - 1))]
+            streams = [torch.cuda.Stream(device, priority=-1) for _ in range(4 + min(PULLS, world - 1))]
             self.native: Any = code.CopyEngines(
                 signals=self._signals,
                 rank=rank,
@@ -93,7 +88,7 @@ class CopyEngineCarrier:
                 staging=self._staging.addresses,
                 staging_bytes=self._staging.bytes,
                 slots=slots,
-                receive=torch.empty(RECEIVES, received_rows(world), row, dtype=torch.uint8, device=device),
+                receive=torch.empty(RECEIVES, world, row, dtype=torch.uint8, device=device),
             )
         self._probe()
         self._signals.set_timeout(timeout or timeout_of(group, device))
@@ -171,7 +166,7 @@ class CopyEngineCarrier:
         with every_rank_raises("exchange numbers by copy engines", self._group):
             sent = torch.arange(world * ALIGNMENT, dtype=torch.float32, device=self._device) * (rank + 1)
             got = sent.new_empty(ALIGNMENT)
-            for work in self.native.reduce([(sent, got)], 1.0):
+            for work in self.native.reduce([(sent, got)], 1.0)[1]:
                 work.wait()
             self._signals.wait_for_all()
             wanted = sent.chunk(world)[rank] / (rank + 1) * (world * (world + 1) // 2)
