@@ -135,6 +135,7 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
             if (group.world() == 1) {
                 if (group.divisor != 1) { segment.memory.narrow(0, 0, segment.used).div_(group.divisor); }
                 segment.shard = segment.memory;
+                drops_early_ = false;
                 continue;
             }
             messages.push_back(message_of(segment));
@@ -314,7 +315,7 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
         make_room();
     }
     filling_->add(record, gradient, donated);
-    // Before a bucket is sent, the stream waits for the bucket in flight. If that is a long one, such as an
+    // Before a bucket is sent, the stream waits for the gradients in flight. If that bucket is a long one, such as an
     // embedding's, gather more first: computing half as many bytes of gradients takes longer than sending the bucket
     // in flight.
     const int64_t ahead = launched_bytes_ / 2;
@@ -331,8 +332,8 @@ void BucketQueue::begin_backward(bool holds)
 void BucketQueue::launch()
 {
     if (filling_->empty()) { return; }
-    // The gradients of only one bucket at a time are in flight. When the stream has waited for these, their memory is free
-    // for the next ones.
+    // The gradients of only one bucket at a time are in flight. When the stream has waited for these, their memory is
+    // free for the next ones.
     launched_bytes_ = launched_largest_ = 0;
     make_room();
     if (options_.overlap && !options_.synchronize_after) {

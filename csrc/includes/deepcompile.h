@@ -15,8 +15,8 @@ of those elements. A rank's partition of a parameter group is its shards of all 
                         more than a bucket waits for gradients that have not even begun to come, the rank sends
                         zeros for them. In its turn the gradient is put into a Bucket. When the bucket is full,
                         a Carrier adds up its gradients, and gives each rank its own shards. The gradients die
-                        with their bucket, when its reduction is over: before the next bucket is sent, or at the
-                        end of the backward.
+                        when the carrier reads them no more: before the next bucket is sent, or at the end of the
+                        backward.
   3. Bound.             PartitionGroup::bind() makes each shard that has arrived a target: the averaged gradient
                         of a range of this rank's partition. The target keeps the memory in which the shard
                         arrived if that memory holds nothing else; otherwise it is a copy. So a rank holds only
@@ -52,8 +52,8 @@ drop it, and in the reducer while a backward runs. ZeRO-2 reduces in every backw
 live until the step.
 
 The reducer is written on ATen, autograd and c10d, so one source serves gloo on CPU and NCCL on CUDA. All
-device work is put on the current stream of the calling thread, except for copies to the host, which
-have a stream of their own. On a GPU the host waits for the device once in a step: in the
+device work is put on the current stream of the calling thread, except for copies to the host, and for what a
+carrier does, which have streams of their own. On a GPU the host waits for the device once in a step: in the
 Reducer::finish_backward() that completes it, where it reads other ranks' fingerprints. Beyond that it
 waits if an option for debugging asks for it, and if targets lie in host memory: before it reads targets
 and, if that memory is not pinned, in each copy. An error is an exception; it names the parameter that it
@@ -348,8 +348,8 @@ public:
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Sends the gradients, group after group.
     void send(const std::deque<PartitionGroup>& groups);
-    /// If all carriers read the gradients for a shorter time than it takes to write shards: makes the current stream wait
-    /// until that is over, and drops the gradients. Returns whether it did. arrive() must still be called.
+    /// If all carriers read the gradients for a shorter time than it takes to write shards: makes the current stream
+    /// wait until that is over, and drops the gradients. Returns whether it did. arrive() must still be called.
     bool drop_contributions();
     /// For targets in host memory, on a GPU: calls arrive() on the stream of copies, while the current stream goes on.
     void copy_to_host();
@@ -390,8 +390,8 @@ private:
     std::unordered_map<const ParameterRecord*, at::Tensor> joinable_;
 };
 
-/// The bucket that is being filled; at most one in flight, which is sent and still has its gradients; and a few of which
-/// only shards are awaited. What is on its way long enough has come when the stream waits for it.
+/// The bucket that is being filled; at most one in flight, which is sent and still has its gradients; and a few of
+/// which only shards are awaited, in the order in which they were sent.
 ///
 /// If an engine of any rank had `hold_on_cpu` when the last engine was set up, full buckets of all engines wait for the
 /// end of the backward, which may run through several engines; see Reducer::hold_on_cpu(). On a CPU a rank that sends a bucket waits for the other
@@ -450,9 +450,9 @@ private:
     std::deque<std::unique_ptr<Bucket>> held_;          ///< launched, and not sent yet
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
     std::deque<std::unique_ptr<Bucket>> arriving_;      ///< sent before, and not awaited yet
-    bool failed_ = false;                               ///< until abandon(): sending or awaiting `in_flight_` raised
+    bool failed_ = false;                               ///< until abandon(): sending or awaiting a bucket raised
     bool holds_ = false;                                ///< whether buckets that are launched are held
-    /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some
+    /// Of the bucket that was launched last, until room is made: as if it had been sent. So all ranks, of which some
     /// hold a bucket that others send, fill the same buckets.
     int64_t launched_bytes_ = 0;
     int64_t launched_largest_ = 0;

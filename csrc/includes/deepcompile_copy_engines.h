@@ -10,7 +10,7 @@ have mapped, and posts a signal. What it contributes to its own shard it copies 
 the gradients any more. Each rank waits for that signal of a peer and pulls its row from the peer's slot. When a rank
 has pulled a row from every peer, it posts another signal, after which the peers may fill the slot again, and a kernel
 adds the rows in fp32. What does not fit into one slot goes through in portions. A kernel may have to wait until matrix
-products leave room for it, so there is one for a portion of each message, and no gradient waits for it.
+products leave room for it, so one adds all rows, and gradients wait only for the one of two portions before.
 
 Parameters. The flat tensor of a group lies in memory that all ranks have mapped. After the update a rank posts a
 signal, and each rank pulls the shards of its peers to their places.

@@ -77,7 +77,7 @@ def is_right(got, seed, numel, dtype, divisor):
 
 
 def reductions(carrier, sizes, dtypes, divisor, delays=False, delayed=None, busy=False):
-    """Begins to reduce one bucket after the other, at most two at once, and returns how many shards are wrong.
+    """Begins to reduce one bucket after the other, at most four at once, and returns how many shards are wrong.
 
     The host waits for nothing until all buckets are on their way. Gradients are dropped and overwritten at once.
     """
@@ -109,7 +109,7 @@ def reductions(carrier, sizes, dtypes, divisor, delays=False, delayed=None, busy
             product @ product
         in_flight.append((*carrier.native.reduce(messages, divisor), messages, seeds))
         del messages, sent
-        if len(in_flight) > 1:
+        if len(in_flight) > 3:
             arrive()
     while in_flight:
         arrive()
@@ -118,7 +118,7 @@ def reductions(carrier, sizes, dtypes, divisor, delays=False, delayed=None, busy
 
 
 def check_reductions(make):
-    small = make(MIB, 3)
+    small = make(MIB, carriers.SLOTS)
     shards = [UNITS * count for count in (1, 3, 40, 700, 5000)]
     sizes = [[WORLD * shard for shard in shards]] * 3
     for divisor in (WORLD, 1, 3):
@@ -280,7 +280,7 @@ def check_a_rank_that_hangs(make):
     """The last rank does not come while the others have queued more than the staging holds. All must raise."""
     carrier = make(MIB, 3, HANG_TIMEOUT)
     flat = carrier.flat_tensor(WORLD * UNITS * 100, LIKE)
-    numel = WORLD * UNITS * 3000
+    numel = WORLD * UNITS * 9000
     sent = torch.randn(numel, device="cuda").bfloat16()
     got = torch.empty(numel // WORLD, device="cuda", dtype=torch.bfloat16)
     for work in carrier.native.reduce([(sent, got)], 1.0)[1]:

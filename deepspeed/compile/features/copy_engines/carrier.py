@@ -21,8 +21,8 @@ PORTION_BYTES = 2**26
 SLOTS = 2
 # Buffers into which a rank pulls: while the rows in one are added, the other is filled.
 RECEIVES = 2
-# More than one stream hides the pauses between copies, and one copy alone does not fill a GPU's links.
-PULLS = 4
+# More than one stream hides the pauses between copies. Streams share the few queues of a GPU.
+PULLS = 2
 # A row is cut at multiples of so many bytes.
 ALIGNMENT = 256
 # In so many seconds the ranks' first exchange must succeed.

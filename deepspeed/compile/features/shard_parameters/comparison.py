@@ -46,9 +46,12 @@ FIRST_OF_UNITS = 3
 
 
 @functools.cache
-def _own_stream() -> Any:
-    """Returns the stream of all comparisons, which waits for nothing that a device computes."""
-    return get_accelerator().Stream()
+def _own_stream(device: torch.device) -> Any:
+    """Returns the stream of a device's comparisons, which waits for nothing that the device computes.
+
+    The process group's own stream still does, where collectives carry parameters.
+    """
+    return torch.get_device_module(device).Stream(device)
 
 
 class Comparison:
@@ -84,7 +87,11 @@ class Comparison:
             return
         self._at = at or self.at
         # The current stream may wait for gradients of another rank, whose stream waits for this rank's number.
-        with contextlib.nullcontext() if self._device.type == "cpu" else get_accelerator().stream(_own_stream()):
+        with (
+            contextlib.nullcontext()
+            if self._device.type == "cpu"
+            else get_accelerator().stream(_own_stream(self._device))
+        ):
             if self._at not in self._made:
                 number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
                 self._made[self._at] = torch.tensor([number, -number], device=self._device)
@@ -113,7 +120,7 @@ class Comparison:
         with collective(PURPOSE):
             self._work.wait()
         if not self._numbers.is_cpu:
-            # The memory belongs to the stream that was current in start().
+            # The memory belongs to another stream.
             self._numbers.record_stream(get_accelerator().current_stream())
         # The largest number is the least one.
         same = self._numbers.sum() == 0
