@@ -4,7 +4,7 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, NamedTuple, Optional
 
 import torch
 
@@ -47,11 +47,15 @@ FIRST_OF_UNITS = 3
 
 @functools.cache
 def _own_stream(device: torch.device) -> Any:
-    """Returns the stream of a device's comparisons, which waits for nothing that the device computes.
+    return torch.get_device_module(device).Stream(device)
+
+
+def _on_own_stream(device: torch.device) -> ContextManager:
+    """Context of the stream of a device's comparisons, which waits for nothing that the device computes.
 
     The process group's own stream still does, where collectives carry parameters.
     """
-    return torch.get_device_module(device).Stream(device)
+    return contextlib.nullcontext() if device.type == "cpu" else get_accelerator().stream(_own_stream(device))
 
 
 class Comparison:
@@ -87,11 +91,7 @@ class Comparison:
             return
         self._at = at or self.at
         # The current stream may wait for gradients of another rank, whose stream waits for this rank's number.
-        with (
-            contextlib.nullcontext()
-            if self._device.type == "cpu"
-            else get_accelerator().stream(_own_stream(self._device))
-        ):
+        with _on_own_stream(self._device):
             if self._at not in self._made:
                 number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
                 self._made[self._at] = torch.tensor([number, -number], device=self._device)
