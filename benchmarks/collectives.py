@@ -32,7 +32,7 @@ def device() -> torch.device:
 
 def in_a_group(collective: Callable[[torch.Tensor, int], dist.Work], parts: tuple[torch.Tensor, ...]) -> None:
     """Starts one collective for each part, owned by the rank of the part's number, and waits for all."""
-    from deepspeed.compile.features.overlap_gather.gather import grouped
+    from deepspeed.compile.zero_1_and_2.parameter.carrier import grouped
 
     with grouped(dist.group.WORLD, device()) as works:
         for owner, part in enumerate(parts):

@@ -3,6 +3,7 @@
 """Whether to use GPUs, and which."""
 
 import os
+import sys
 
 import torch
 
@@ -49,3 +50,10 @@ def synchronize() -> None:
     """Makes the host wait until the GPU has done its work; on a CPU there is nothing to wait for."""
     if on_gpus():
         torch.cuda.synchronize()
+
+
+def mapped_bytes() -> int:
+    """Returns the bytes of memory that DeepCompile's ranks map on each other's GPUs. Torch's allocator, and so its
+    peaks, leave them out. They stay from set-up to end."""
+    mapped = sys.modules.get("deepspeed.compile.features.copy_engines.mapped")
+    return mapped.mapped_bytes() if mapped else 0

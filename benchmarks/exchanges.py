@@ -25,7 +25,7 @@ from torch import nn
 
 import deepspeed
 
-from .devices import on_gpus, synchronize, take_gpu
+from .devices import mapped_bytes, on_gpus, synchronize, take_gpu
 from .steps import Clock, leave, say
 
 STEPS = 24
@@ -174,7 +174,7 @@ def main() -> None:
     synchronize()
     seconds = clock.seconds()
     found = [None] * dist.get_world_size()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpus() else 0.0
+    peak = (torch.cuda.max_memory_allocated() + mapped_bytes()) / 2**30 if on_gpus() else 0.0
     dist.all_gather_object(found, (statistics.median(seconds[warm:]), peak, seconds[0]))
     slowest, highest, first = map(max, zip(*found))
     mode = "off" if not args.deepcompile else "DeepCompile, sharded" if args.shard else "DeepCompile"

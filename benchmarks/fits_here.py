@@ -181,6 +181,7 @@ def train(run: Run) -> dict[str, int]:
 
     def note(phase):
         torch.cuda.synchronize()
+        # A single rank maps nothing.
         figures[phase] = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .devices import on_gpus, take_gpu
+from .devices import mapped_bytes, on_gpus, take_gpu
 from .recorder import data
 from .results import PHASES, Result, allocated_in
 from .settings import Settings, parse_command_line
@@ -91,11 +91,11 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
     seconds, phase_seconds, losses = trainer.timed_steps(*(watching[:1] if watching else ()))
     # Totals by torch's own names, of which some contain others.
     compilation = {name: round(sum(values), 3) for name, values in compilation_time_metrics.items()}
-    reserved = torch.cuda.max_memory_reserved() if on_gpus() else None
+    reserved = torch.cuda.max_memory_reserved() + mapped_bytes() if on_gpus() else None
     outside = None
     if on_gpus():
         free, total = torch.cuda.mem_get_info()
-        outside = total - free - torch.cuda.memory_reserved()
+        outside = total - free - torch.cuda.memory_reserved() - mapped_bytes()
     if watching is None:
         watching = trainer.watch()
         trainer.train_step(watching[0])

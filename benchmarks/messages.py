@@ -3,9 +3,8 @@
 """Lists what one training step sends on any number of ranks, without these ranks.
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
-process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie is that by which
-`deepspeed.compile.tools.fits` estimates memory. So the lists follow every change of that code. Only one process is
-needed.
+process group. Where parameters lie is that by which `deepspeed.compile.tools.fits` estimates memory. So the lists
+follow every change of that code. Only one process is needed.
 """
 
 import re
@@ -17,7 +16,6 @@ from torch.nn import Parameter
 from .workload import Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.features.overlap_gather.runs import Run
     from deepspeed.compile.zero_1_and_2.layout import Layout
 
 OUTSIDE = 0
@@ -85,9 +83,8 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         )
         dtype = model.parameters[0].dtype
         group = reducer.add_group(process_group, ranks, laid_out.partition_numel, dtype, meta, False, None)
-        for number, pieces in enumerate(laid_out.by_parameter().values()):
-            numbers = [piece.numbers for piece in pieces]
-            reducer.register_parameter(group, str(number), pieces[0].parameter, dtype, numbers)
+        for number, place in enumerate(laid_out.places):
+            reducer.register_parameter(group, str(number), place.parameter, dtype, place.shard, place.offset)
         reducer.begin_backward(True)
         filling = in_flight = buckets = messages = 0
         for parameter, work in [*zip(reversed(model.parameters), reversed(model.work)), (None, 0)]:
@@ -110,25 +107,28 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
     return sent
 
 
-def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
-    """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
-    from deepspeed.compile.features.overlap_gather.runs import runs
-
-    laid_out = layout(model, ranks)
-    return [runs([laid_out], unit) for unit in _members(model)]
+def gathers(model: Sizes, ranks: int) -> list[list[int]]:
+    """Lists the elements of each all-gather of the overlapped gather, with padding, by unit as they are sent."""
+    return [_gathers(model, ranks, unit) for unit in _members(model)]
 
 
-def sharded_broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
-    """Lists what each broadcast of ``shard_parameters: "all"`` sends: embedding, blocks, and head are a unit each.
+def sharded_gathers(model: Sizes, ranks: int) -> list[list[int]]:
+    """The same for ``shard_parameters: "all"``: embedding, blocks, and head are a unit each.
 
     The final norm is in none: it is small, so it stays whole on every rank.
     """
-    from deepspeed.compile.features.overlap_gather.runs import runs
-
     outside, *blocks = _members(model)
     embedding, *_, head = [parameter for parameter in outside if parameter.dim() > 1]
-    laid_out = layout(model, ranks)
-    return [runs([laid_out], unit, parts_alone=True) for unit in ([embedding], *blocks, [head])]
+    return [_gathers(model, ranks, unit) for unit in ([embedding], *blocks, [head])]
+
+
+def _gathers(model, ranks, unit):
+    from deepspeed.compile.zero_1_and_2.parameter.carrier import in_messages
+
+    members = set(map(id, unit))
+    places = [place for place in layout(model, ranks).places if id(place.parameter) in members]
+    runs = [(place.first, ranks * place.shard) for place in places]
+    return [sum(numel for _, numel in message) for message in in_messages(runs, ranks)]
 
 
 def _members(model):

@@ -113,13 +113,14 @@ def step_partition(
         new: memory for the parameters, which may be that of the gradients.
         written: a function to call with (first, last) when the parameters [first, last) are written.
     """
-    from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
+    from deepspeed.compile.features.update.own_ranges import OwnStep
+    from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
     from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
     from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
-    partition = Partition(adam, 0, 0, factor, new.dtype, new, step_is_unpatched=True)
+    partition = Partition(adam, 0, factor, new.dtype, in_one_run(new), step_is_unpatched=True)
     update = (updates and updates.begin(partition)) or OwnStep(partition)
     # Each step is given the gradients anew.
     given = PartitionGradient(_Views(gradients), factor, master.data, new.dtype)
@@ -143,10 +144,13 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
     from deepspeed.compile.features.update.eight_bit import EightBitAdam
     from deepspeed.compile.features.update.remainders import split
     from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
+    from deepspeed.compile.zero_1_and_2.layout import SHARD_MULTIPLE
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):
-        sizes = [parameter.numel() for parameter in build_model(shape, torch.bfloat16, "meta", False).parameters()]
+        parameters = build_model(shape, torch.bfloat16, "meta", False).parameters()
+    # As in an engine, with padding.
+    sizes = [-(-parameter.numel() // SHARD_MULTIPLE) * SHARD_MULTIPLE for parameter in parameters]
     if not on_gpus():
         one_pass.LEAST_NUMEL = 2**10
     numel = sum(sizes)

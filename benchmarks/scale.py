@@ -14,15 +14,16 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
 
 - All-gather and reduce-scatter: ``base + hops inside nodes * inside + hops between nodes * between + S (n - 1) / n /
   B``.
-- One reduce or broadcast: ``base + n * hop + S / B``. A group of k together has ``ceil(k / 16)`` times the hops.
-- Latencies are those of NCCL's tuning.cc [1], where reduce and broadcast have the ring only, and every hop costs as
-  much as one over the network. LL is left out: it is for messages smaller than any of ours [2].
+- A group of k together has ``ceil(k / 16)`` times the hops.
+- Latencies are those of NCCL's tuning.cc [1]. LL is left out but for comparisons: it is for messages smaller than any
+  other of ours [2].
 - B is 360 GB/s, inside a node and between nodes: NCCL's developers expect 360 [3] to 370 [4] GB/s of NVLink on an
   H100, and 46 to 48 [5] of each adapter of 400 Gb/s.
 - NCCL puts all collectives of a group into one kernel [6] and shares their bytes equally among its channels, so up to
-  16 run side by side, and those of one channel follow each other. That is too slow where newer NCCL makes one ring of
-  a group's broadcasts (``NCCL_ALLGATHERV_ENABLE``).
-- All-gathers and reduce-scatters go around the ring too: PAT is for one GPU of each node [7], trees for all-reduce.
+  16 run side by side, and those of one channel follow each other.
+- All-gathers and reduce-scatters go around the ring: PAT is for one GPU of each node [7]. All-reduces may take trees.
+- One reduce or broadcast, which no step has any more: ``base + n * hop + S / B``, where NCCL counts every hop as one
+  over the network.
 
 **Steps** are simulated with one stream that computes and one that communicates.
 
@@ -32,32 +33,30 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
   waits for head and embedding, and then for each block.
 - Sharded (``shard_parameters: "all"``): the embedding is gathered when the forward begins, the first block behind
   it, then each block while the previous one computes, and the head under the last block. The backward begins with
-  the head, gathers the last block when it comes there, and the others one block ahead again, so two units are whole
-  at a time. Before a unit's broadcasts ranks compare its number, which NCCL sends by LL. No gather follows the step.
+  the head, gathers the last block when it comes there (from 256 ranks on it is still whole), and the others one block
+  ahead again, so two units are whole at a time. Before a unit is gathered ranks compare its number by an all-reduce,
+  which NCCL sends by LL. No gather follows the step.
 - FSDP2: a layer is gathered while the previous one computes, in the forward and, if layers are resharded, again in the
   backward, and its gradients are reduce-scattered behind it. Collectives of the one communicator follow each other.
 - Compute is 0.353 s for Qwen3-8B, a third of it the forward. The optimizer takes 10 ps for each element of a
   partition: 8.9 ms for 0.89e9 elements were measured (12 layers, 4 H200s, 2026-11-21, by a trace).
 
-**What the three choices by the number of ranks save** (``overlap_gather/gather.py``, ``send_numel()``), Qwen3-8B:
+**What the choices by the number of ranks save**, Qwen3-8B with NCCL's own latencies:
 
-- The broadcasts of a block are one group. On 128 ranks a step waits for them for 10 ms, and for 31 if one follows the
-  other; on 256 ranks for 13 and 249.
-- From 512 ranks on the overlapped gather is one all-gather. Broadcasts would save 19 ms there with NCCL's own
-  latencies, and cost 63 with twice these. On 256 ranks the overlapped gather saves 34 ms, and costs 55 with four times
-  these.
-- Larger buckets save 2 % of a step from 512 ranks on, or from 128 on with four times the latency.
+- Larger buckets (``send_numel()``): 3 ms of a step on 512 ranks and 129 on 1024; with four times the latency 127 on
+  256.
+- The last block, which stays whole (``shard_parameters/keep.py``): 6 ms from 256 ranks on.
 
-**Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 322 in 134
-buckets for Qwen3-8B on 2 ranks, where 323 in 134 were measured (2 H200s, 2026-11-22), because gradients arrive in
-another order.
+On 512 ranks and more, groups of few blocks would hide more of the overlapped gather than blocks do: of 27 ms that it
+is waited for on 1024 ranks, 9, or with four times the latency 104 of 272.
 
-**Limits.** Compute slows down while collectives run, which is left out: on 4 GPUs the model has steps of 0.412 s for
-the fork, 0.386 overlapped and 0.386 for FSDP2 kept, where 0.429, 0.421 and 0.433 were measured. NCCL's constants
-charge each hop of a reduce or broadcast as one over the network, though seven of eight are inside a node; most of
-FSDP2's advantage is this. With the hops of a reduce-scatter and four times the latency, the fork overlapped waits 44
-ms on 256 ranks and 170 on 512 for Qwen3-8B, where FSDP2 resharded waits 65 and 302. Left out are small collectives,
-the norm and the ranks' agreement (a latency each, 1 to 5 ms on 1024 ranks), and other users of the network.
+**Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 321 in 134
+buckets for Qwen3-8B on 2 ranks.
+
+**Limits.** Compute slows down while collectives run, which is left out: on 4 GPUs the model has a step of 0.386 s for
+FSDP2 kept, where 0.433 were measured. Left out are small collectives, the norm and the ranks' agreement (a latency
+each, 1 to 5 ms on 1024 ranks), and other users of the network. NCCL carries all: copy engines, which serve one host,
+are left out.
 
 **The model beside what was measured.** ``tests/house/test_scale_model.py`` holds the model to these figures, but
 for gathers and scatters of two ranks.
@@ -72,9 +71,8 @@ for gathers and scatters of two ranks.
 | a group of broadcasts, an equal part from each rank | | | 1.57 | 1.56 |
 
 A reduce of 64 MiB, a bucket of 2^25 elements, takes 0.200 ms on 2 H200s (model 0.220). The gather of all parameters of
-Qwen3-8B takes 39 ms on 8 (40), and the wait at the end of the backward 3.7 ms on 4 (3.5), by traces. Torch
-2.11.0+cu130, NVLink SHARP off; 8 H200s of one host on 2026-11-20, 4 on 2026-11-21, 2 on 2026-11-23 with
-``deepspeed --module benchmarks.collectives``.
+Qwen3-8B takes 39 ms on 8 (40), by a trace. Torch 2.11.0+cu130, NVLink SHARP off; 8 H200s of one host on 2026-11-20, 4
+on 2026-11-21, 2 on 2026-11-23 with ``deepspeed --module benchmarks.collectives``.
 
 | published, 8 H100s a node, GB/s | measured | model | with four times the latency |
 | --- | --- | --- | --- |
@@ -97,7 +95,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sharded_broadcasts, sizes
+from .messages import OUTSIDE, Sizes, gathers, layout, reductions, sharded_gathers, sizes
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -141,13 +139,16 @@ class Cluster:
     channels: int = 16
     latency: float = 1.0
 
-    def to_all(self, size: int, ranks: int) -> float:
-        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes, all ranks' parts together."""
+    def to_all(self, size: int, ranks: int, operations: int = 1) -> float:
+        """Seconds of a group of all-gathers or reduce-scatters of ``size`` bytes, all ranks' parts together.
+
+        The operations of a group run side by side, one or more to a channel. Those of one channel follow each other.
+        """
         between = math.ceil(ranks / self.per_node) - 1
-        inside = ranks - 1 - between
+        inside, rounds = ranks - 1 - between, math.ceil(operations / self.channels)
         return min(
             protocol.base
-            + self.latency * (inside * protocol.inside + between * protocol.between)
+            + self.latency * rounds * (inside * protocol.inside + between * protocol.between)
             + size * (ranks - 1) / ranks / (self.bandwidth * protocol.bandwidth)
             for protocol in PROTOCOLS.values()
         )
@@ -169,13 +170,17 @@ class Cluster:
         )
 
     def compare(self, ranks: int) -> float:
-        """Seconds in which ranks compare a number.
+        """Seconds in which ranks compare a number, by an all-reduce.
 
-        NCCL sends so little by LL, whose hops over NVLink take longer where there is a network too.
+        NCCL sends so little by LL, whose hops over NVLink take longer where there is a network too. It takes the ring,
+        around which an all-reduce goes twice, or a tree of the nodes with a chain in each, up and down again.
         """
-        between = math.ceil(ranks / self.per_node) - 1
-        inside = 0.6e-6 * (1.8 if between else 1.0)
-        return 6.6e-6 + self.latency * (inside * (ranks - 1 - between) + 2.7e-6 * between)
+        nodes = math.ceil(ranks / self.per_node)
+        inside = 0.6e-6 * (1.8 if nodes > 1 else 1.0)
+        ring = 6.6e-6 + 2 * self.latency * (inside * (ranks - nodes) + 2.7e-6 * (nodes - 1))
+        chain = min(ranks, self.per_node) - 1
+        tree = 6.8e-6 + 2 * self.latency * (inside * chain + 5e-6 * int(math.log2(nodes)))
+        return min(ring, tree)
 
 
 class Cost(NamedTuple):
@@ -224,7 +229,7 @@ class Case:
 
 
 def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None = None) -> Cost:
-    """This fork's backward: buckets of messages to owners, one bucket in flight.
+    """This fork's backward: buckets of reduce-scatters, one bucket in flight.
 
     Args:
         case: the model and its training.
@@ -239,7 +244,7 @@ def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None 
         if sent.waited or sent.bytes:
             now = max(now, arrives)
         if sent.bytes:
-            took = cluster.to_one(sent.bytes, ranks, sent.messages)
+            took = cluster.to_all(sent.bytes, ranks, sent.messages)
             busy, arrives = busy + took, now + took
     return Cost(busy, max(now, arrives) - backward)
 
@@ -251,31 +256,18 @@ def gather_at_once(case: Case, cluster: Cluster, ranks: int) -> Cost:
 
 
 def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``overlap_param_gather``: a group of broadcasts for each unit under the next forward, which waits for each.
-
-    Where units have too many owners for that, one all-gather, as the code that trains decides.
-    """
-    from deepspeed.compile.features.overlap_gather.gather import broadcasts_pay
-
-    units = broadcasts(case.model, ranks)
-    if not broadcasts_pay(units):
-        return gather_at_once(case, cluster, ranks)
-    return _under_the_forward(case, [cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units])
-
-
-def gather_one_by_one(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``overlap_param_gather`` as it was: the same broadcasts, one after the other."""
-    units = broadcasts(case.model, ranks)
-    return _under_the_forward(case, [sum(cluster.to_one(_bytes(run), ranks) for run in unit) for unit in units])
+    """``overlap_param_gather``: a group of all-gathers for each unit under the next forward, which waits for each."""
+    return _under_the_forward(case, [_to_all(cluster, unit, ranks) for unit in gathers(case.model, ranks)])
 
 
 def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """``shard_parameters: "all"``: owners broadcast units for the forward, and blocks again for the backward.
+    """``shard_parameters: "all"``: units are gathered for the forward, and blocks again for the backward.
 
-    Broadcasts and reductions share the network, so one follows the other, although they have two communicators.
+    On many ranks the last block stays whole until its backward, as the code that trains decides. Gathers and
+    reductions share the network, so one follows the other, although they have two communicators.
     """
-    units = sharded_broadcasts(case.model, ranks)
-    took = [cluster.compare(ranks) + cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units]
+    units = sharded_gathers(case.model, ranks)
+    took = [cluster.compare(ranks) + _to_all(cluster, unit, ranks) for unit in units]
     embedding, *blocks, head = range(len(units))
     # Nothing computes while the embedding arrives, and then the first block.
     now, arrives = 0.0, took[embedding] + took[blocks[0]]
@@ -290,10 +282,14 @@ def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
 
 
 def _sharded_backward(case, cluster, ranks, took):
-    """The backward: the head is still here, and the last block is gathered when the head's backward is over."""
+    """The backward: the head is still here. Of blocks that are not, the last one is gathered when the head's backward
+    is over."""
+    from deepspeed.compile.features.shard_parameters.keep import kept_by_default
+
     backward = case.compute * 2 / 3
     now = busy = free = bucket_arrives = 0.0  # free: when the network is
-    arrives: dict[int, float] = {}  # of blocks
+    last = max(case.model.units)
+    arrives = {block: 0.0 for block in range(last, last - kept_by_default(ranks), -1)}  # of blocks
     for unit, sent in zip([*reversed(case.model.units), OUTSIDE], reductions(case.model, ranks, BUCKET)):
         # A block, and the one that the backward comes to next.
         for block in (unit, unit - 1):
@@ -304,14 +300,15 @@ def _sharded_backward(case, cluster, ranks, took):
         if sent.waited or sent.bytes:
             now = max(now, bucket_arrives)
         if sent.bytes:
-            reduced = cluster.to_one(sent.bytes, ranks, sent.messages)
+            reduced = cluster.to_all(sent.bytes, ranks, sent.messages)
             busy, free = busy + reduced, max(now, free) + reduced
             bucket_arrives = free
     return Cost(busy, max(now, bucket_arrives) - backward)
 
 
-def _bytes(run):
-    return 2 * (run.last - run.first)
+def _to_all(cluster, unit, ranks):
+    """Returns the seconds of the group of all-gathers of a unit."""
+    return cluster.to_all(2 * sum(unit), ranks, len(unit))
 
 
 def _under_the_forward(case, took):
@@ -370,7 +367,7 @@ SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
     "FSDP2, kept": lambda *on: fsdp2(*on, reshard=False),
     "FSDP2, resharded": lambda *on: fsdp2(*on, reshard=True),
     "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
-    "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_one_by_one(*on),
+    "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_overlapped(*on),
 }
 
 
@@ -440,13 +437,13 @@ def costs(case: Case, cluster: Cluster, of: list[int]) -> str:
 
 def counts(case: Case, of: list[int]) -> str:
     """Returns a table: for each number of ranks the messages of a step."""
-    cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
+    cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "all-gathers"]]
     for ranks in of:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
         numbers = [layout(case.model, ranks).partition_numel]
         for sent in (now, before):
             numbers += [sum(message.bytes > 0 for message in sent), sum(message.messages for message in sent)]
-        numbers.append(sum(map(len, broadcasts(case.model, ranks))))
+        numbers.append(sum(map(len, gathers(case.model, ranks))))
         cells.append([str(ranks), *map(str, numbers)])
     return rows(cells)
 

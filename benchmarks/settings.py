@@ -48,6 +48,7 @@ class Settings:
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward; None: as by default
             (``overlap_param_gather``).
+        copy_engines: whether copy engines carry DeepCompile's gradients and parameters; None: where they can.
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
             default (``chunked_loss``).
         activation_budget: how much of their activations DeepCompile's graphs may keep, from 0 to 1; None: as by
@@ -89,6 +90,7 @@ class Settings:
     model_on: str = "device"
     one_graph: bool = False
     overlap_gather: bool | None = None
+    copy_engines: bool | None = None
     chunked_loss: str | None = None
     activation_budget: float | None = None
     offload: bool = False
@@ -170,6 +172,7 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument(
         "--overlap-gather", action=argparse.BooleanOptionalAction, help="DeepCompile's overlap_param_gather"
     )
+    parser.add_argument("--copy-engines", action=argparse.BooleanOptionalAction, help="DeepCompile's copy_engines")
     parser.add_argument("--chunked-loss", choices=("on", "off", "size"), help="DeepCompile's chunked_loss")
     parser.add_argument(
         "--activation-budget", type=float, metavar="PART", help="DeepCompile's activation_memory_budget, from 0 to 1"
@@ -212,8 +215,9 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--mlp-tiles goes with DeepSpeed, whose TiledMLP tells ZeRO which tile is the last")
     if settings.loss_tiles and (settings.chunked_loss or settings.system == "ddp"):
         parser.error("--loss-tiles goes with DeepSpeed and FSDP2, and without --chunked-loss")
-    if (settings.one_graph or settings.overlap_gather is not None) and settings.system != "deepcompile":
-        parser.error("--one-graph and --overlap-gather go with --system deepcompile")
+    of_ours = (settings.overlap_gather, settings.copy_engines)
+    if (settings.one_graph or of_ours != (None, None)) and settings.system != "deepcompile":
+        parser.error("--one-graph, --overlap-gather and --copy-engines go with --system deepcompile")
     if settings.shard and settings.system != "deepcompile":
         parser.error("--shard goes with --system deepcompile")
     if settings.keep is not None and not settings.shard:

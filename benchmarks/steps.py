@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from . import flops
-from .devices import on_gpus, synchronize
+from .devices import mapped_bytes, on_gpus, synchronize
 from .recorder import data, record
 from .settings import Settings
 from .systems import make_system
@@ -126,7 +126,7 @@ class Trainer:
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
         self.system = make_system(settings, model)
         self.setup_s = time.perf_counter() - began
-        self.setup_peak = torch.cuda.max_memory_allocated() if on_gpus() else None
+        self.setup_peak = torch.cuda.max_memory_allocated() + mapped_bytes() if on_gpus() else None
         self._drawn = 0  # batches so far
         self._offloading = contextlib.nullcontext()
         if settings.inputs_on_host == "deepspeed":
@@ -215,9 +215,10 @@ class Trainer:
             yield
             synchronize()
             if on_gpus():
-                allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+                mapped = mapped_bytes()
+                allocated, peak = torch.cuda.memory_allocated() + mapped, torch.cuda.max_memory_allocated() + mapped
                 # Memory that a copy on another stream still reads is free to the program, but not to the allocator.
-                active = torch.cuda.memory_stats()["active_bytes.all.peak"]
+                active = torch.cuda.memory_stats()["active_bytes.all.peak"] + mapped
                 phases[name] = {"after": allocated, "peak": peak, "active": active}
             counted = self.system.counters()
             if counted:
@@ -227,7 +228,7 @@ class Trainer:
 
     def recorded_step(self) -> data.StepMemory:
         """Trains a step under torch's profiler; returns its memory."""
-        recording = record.Recording(self.device, self.system.tensors())
+        recording = record.Recording(self.device, self.system.tensors(), mapped_bytes())
         self.train_step(lambda name: record.phase(name, self.device))
         return recording.stop({})
 

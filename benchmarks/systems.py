@@ -121,6 +121,7 @@ class DeepSpeed:
                     **({"shard_parameters": settings.shard} if settings.shard else {}),
                     **({"keep_gathered": settings.keep} if settings.keep is not None else {}),
                     **({} if settings.overlap_gather is None else {"overlap_param_gather": settings.overlap_gather}),
+                    **({} if settings.copy_engines is None else {"copy_engines": settings.copy_engines}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
                     **({"optimizer_states": settings.states} if in_engine else {}),
@@ -154,7 +155,8 @@ class DeepSpeed:
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
         parts = optimizer._deepcompile.features if self._counting else []
         # Partitions of parameters, and remainders, which are the other half of a parameter's master weight.
-        shares = [share for part in parts for share in getattr(part, "shares", ())]
+        shares = [*getattr(optimizer, "own_partitions", {}).values()]
+        shares += [share for part in parts for share in getattr(part, "shares", ())]
         parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *shares]
         return {
             data.PARAMETERS: record.flattened(parameters),

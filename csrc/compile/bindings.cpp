@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include "deepcompile.h"
+#include "deepcompile_copy_engines.h"
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
@@ -86,6 +87,121 @@ void end_backward(at::TensorList reductions_and_registrations, bool release_redu
     if (const auto reducer = Reducer::find(numbers.const_data_ptr<int64_t>()[0])) { reducer->end_backward(); }
 }
 
+/// Defines the carrier of copy engines in a module of its own. Its parts are bound too, because each can be tested
+/// without a GPU.
+void bind_copy_engines(py::module m)
+{
+    // A call may wait for other ranks' signals.
+    using unlocked = py::call_guard<py::gil_scoped_release>;
+
+    m.attr("CHANNELS") = channels;
+    m.attr("NUMBERS_OF_A_WORD") = numbers_of_a_word;
+    py::class_<Signals, std::shared_ptr<Signals>>(m, "Signals")
+        .def(py::init<at::Tensor, int64_t, double>(),
+             py::kw_only(),
+             py::arg("words"),
+             py::arg("rank"),
+             py::arg("timeout"))
+        .def("expect",
+             [](Signals& signals, int64_t channel, uint32_t number) {
+                 signals.expect(static_cast<Channel>(channel), number);
+             })
+        .def("set_timeout", &Signals::set_timeout)
+        .def("check", &Signals::check, unlocked())
+        .def("wait_for_all", &Signals::await, unlocked())
+        .def("exchange", &Signals::exchange, unlocked())
+        .def("give_up", &Signals::give_up);
+
+    m.def("cut", [](const std::vector<int64_t>& shard_bytes, int64_t row_bytes) {
+        std::vector<std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>> portions;
+        for (const auto& portion : cut(shard_bytes, row_bytes)) {
+            auto& spans = portions.emplace_back();
+            for (const auto& span : portion) { spans.emplace_back(span.message, span.first, span.bytes, span.offset); }
+        }
+        return portions;
+    });
+    m.def("schedule",
+          [](int64_t world,
+             int64_t rank,
+             int64_t slots,
+             int64_t receives,
+             int64_t pulls,
+             int64_t first,
+             int64_t portions) {
+              static constexpr const char* acts[] = {"mark", "follow", "wait", "post", "stage", "pull", "add"};
+              py::list steps;
+              for (const auto& step : schedule({world, rank, slots, receives, pulls}, first, portions)) {
+                  py::dict named;
+                  named["act"] = acts[step.act];
+                  named["stream"] = step.stream;
+                  named["event"] = step.event;
+                  named["peer"] = step.peer;
+                  named["channel"] = static_cast<int64_t>(step.channel);
+                  named["number"] = step.number;
+                  named["portion"] = step.portion;
+                  named["slot"] = step.slot;
+                  named["receive"] = step.receive;
+                  steps.append(named);
+              }
+              return steps;
+          });
+    m.def("add_rows", &add_rows);
+
+    using Addresses = std::vector<uint64_t>;
+    py::class_<CopyEngines, Carrier, std::shared_ptr<CopyEngines>>(m, "CopyEngines")
+        .def(
+            "reduce",
+            [](CopyEngines& engines, const std::vector<std::pair<at::Tensor, at::Tensor>>& tensors, double divisor) {
+                std::vector<Message> messages;
+                for (const auto& [contribution, shard] : tensors) { messages.push_back({contribution, shard}); }
+                Works works;
+                engines.reduce(messages, divisor, works);
+                return works;
+            },
+            unlocked())
+        .def(py::init([](std::shared_ptr<Signals> signals,
+                         int64_t rank,
+                         const std::vector<std::tuple<int64_t, int64_t, uint64_t>>& streams,
+                         at::Device device,
+                         Addresses staging,
+                         int64_t staging_bytes,
+                         int64_t slots,
+                         at::Tensor receive) {
+                 std::vector<OwnStream> own;
+                 for (const auto& [id, type, handle] : streams) {
+                     own.push_back({c10::Stream::unpack3(id, device.index(), static_cast<c10::DeviceType>(type)),
+                                    reinterpret_cast<void*>(handle)});
+                 }
+                 return std::make_shared<CopyEngines>(std::move(signals),
+                                                      rank,
+                                                      std::move(own),
+                                                      MappedMemory{std::move(staging), staging_bytes},
+                                                      slots,
+                                                      std::move(receive));
+             }),
+             py::kw_only(),
+             py::arg("signals"),
+             py::arg("rank"),
+             py::arg("streams"),
+             py::arg("device"),
+             py::arg("staging"),
+             py::arg("staging_bytes"),
+             py::arg("slots"),
+             py::arg("receive"))
+        .def(
+            "add_flat",
+            [](CopyEngines& engines, Addresses addresses, int64_t bytes) {
+                engines.add_flat({std::move(addresses), bytes});
+            },
+            unlocked())
+        .def("forget_flats", &CopyEngines::forget_flats)
+        .def(
+            "gather", &CopyEngines::gather, py::arg("runs"), py::arg("shards") = std::vector<at::Tensor>(), unlocked())
+        .def("before_write", &CopyEngines::before_write, unlocked())
+        .def("wait_for_signals", &CopyEngines::await_others, unlocked())
+        .def("close", &CopyEngines::close, unlocked());
+}
+
 }  // namespace
 
 }  // namespace deepcompile
@@ -124,6 +240,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     }
     m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
+    py::class_<deepcompile::Carrier, std::shared_ptr<deepcompile::Carrier>>(m, "Carrier");
+    deepcompile::bind_copy_engines(m.def_submodule("copy_engines"));
     // No public function of torch in Python tells how many tensors, NumPy arrays and others have a storage.
     m.def("users_of_storage", [](const at::Storage& storage) { return storage.use_count(); });
 
@@ -155,23 +273,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def_static("some_want_to_hold", &Reducer::some_want_to_hold)
         .def_static("hold_on_cpu", &Reducer::hold_on_cpu)
         .def("add_group", &Reducer::add_group, unlocked())
+        .def("set_carrier", &Reducer::set_carrier, unlocked())
         .def_property_readonly("identity", &Reducer::identity)
-        .def(
-            "register_parameter",
-            [](Reducer& reducer,
-               int64_t group,
-               std::string name,
-               at::Tensor parameter,
-               at::ScalarType communication_dtype,
-               const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& numbers) {
-                std::vector<deepcompile::Piece> pieces;
-                for (const auto& [owner, source_offset, target_offset, numel] : numbers) {
-                    pieces.push_back({owner, source_offset, target_offset, numel});
-                }
-                reducer.register_parameter(
-                    group, std::move(name), std::move(parameter), communication_dtype, std::move(pieces));
-            },
-            unlocked())
+        .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("listen", &Reducer::listen, unlocked())
         .def("abandon_unfinished", &Reducer::abandon_unfinished, unlocked())
@@ -186,5 +290,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
         .def("replace_gradients", &Reducer::replace_gradients, unlocked())
-        .def("compare_and_await_targets", &Reducer::compare_and_await_targets, unlocked());
+        .def("compare_and_await_targets", &Reducer::compare_and_await_targets, unlocked())
+        .def("await_others", &Reducer::await_others, unlocked());
 }

@@ -9,29 +9,20 @@
 
 #include <algorithm>
 #include <mutex>
-#include <set>
 #include <unordered_map>
 
-// Gradients on their way to their owners: cut into pieces, packed, sorted by owner, sent, awaited, and bound as the
-// averaged gradients of this rank's partition.
+// Gradients on their way: packed, joined, sent, awaited, and bound as the averaged gradients of this rank's partition.
 
 namespace deepcompile {
 
 namespace {
 
-// Gradients below this many elements are packed side by side, so that a norm's gradient costs no message of its own.
-// A larger gradient gets a segment for itself.
-constexpr int64_t pack_limit = int64_t(1) << 19;
-// Elements of a segment in which gradients are packed.
-constexpr int64_t pack_numel = int64_t(1) << 20;
-
-/// Whether a copy that sorts pieces by owner saves at least half of the messages.
-bool owners_alternate(const std::vector<Message>& messages)
-{
-    std::set<int64_t> owners;
-    for (const auto& [memory, owner] : messages) { owners.insert(owner); }
-    return messages.size() > 2 * owners.size();
-}
+// Gradients whose shards have fewer elements are packed side by side, so that a norm's gradient costs no message of its
+// own. A larger gradient gets a segment for itself.
+constexpr int64_t pack_limit = int64_t(1) << 17;
+// Elements of a segment in which gradients are packed, for each rank, and at most.
+constexpr int64_t pack_numel = int64_t(1) << 18;
+constexpr int64_t most_packed = int64_t(1) << 24;
 
 /// Counts `more` buckets that a reducer of this process sends over a process group; returns how many there were so far.
 /// If one backward runs through two engines that share a group, ranks that differ may send the engines' buckets in
@@ -62,20 +53,6 @@ void write_host_target(const at::Tensor& target, const at::Tensor& arrived, bool
 
 }  // namespace
 
-std::vector<Message> Segment::messages() const
-{
-    std::vector<Message> messages;
-    for (size_t first = 0, next = 0; first < entries.size(); first = next) {
-        const auto& begin = entries[first];
-        int64_t numel = 0;
-        for (next = first; next < entries.size() && entries[next].piece.owner == begin.piece.owner; ++next) {
-            numel += entries[next].piece.numel;
-        }
-        messages.emplace_back(memory.narrow(0, begin.offset, numel), begin.piece.owner);
-    }
-    return messages;
-}
-
 // Filled.
 
 std::string Bucket::purpose() const
@@ -103,11 +80,11 @@ void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool
     // work of that stream.
     if (!segment.donated) { place.copy_(gradient); }
     joinable_.emplace(&record, std::move(place));
-    for (const auto& piece : record.pieces) {
-        segment.entries.push_back({piece, segment.used + piece.source_offset});
-        for (const auto value : {piece.owner, piece.target_offset, piece.numel}) { fingerprint_.mix(value); }
-    }
-    segment.used += numel;
+    const int64_t padded = record.shards.numel * record.group->world();
+    if (padded > numel) { segment.memory.narrow(0, segment.used + numel, padded - numel).zero_(); }
+    segment.entries.push_back({record.shards, segment.used});
+    for (const auto value : {record.shards.offset, record.shards.numel}) { fingerprint_.mix(value); }
+    segment.used += padded;
     const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     bytes_ += bytes;
     largest_ = std::max(largest_, bytes);
@@ -116,11 +93,13 @@ void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool
 
 Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
-    const int64_t numel = gradient.numel();
+    const int64_t world = record.group->world();
+    const int64_t numel = record.shards.numel * world;
     const auto dtype = record.communication_dtype;
     const auto stream = streams_.current();
-    const bool large = numel >= std::min(pack_limit, options_.bucket_numel);
-    if (large && donated && gradient.scalar_type() == dtype && fills_its_storage(gradient)) {
+    const bool large = gradient.numel() >= std::min(pack_limit * world, options_.bucket_numel);
+    if (large && donated && numel == gradient.numel() && gradient.scalar_type() == dtype &&
+        fills_its_storage(gradient)) {
         segments_.push_back({gradient.detach().view({-1}), record.group, /*donated=*/true, stream});
         mark_stage("deepcompile::on_its_way", gradient);
         return segments_.back();
@@ -134,7 +113,8 @@ Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gr
         const auto found = std::find_if(segments_.rbegin(), segments_.rend(), has_room);
         if (found != segments_.rend()) { return *found; }
     }
-    const int64_t capacity = large ? numel : std::max(numel, std::min(pack_numel, (options_.bucket_numel + 1) / 2));
+    const int64_t packed = std::min({pack_numel * world, most_packed, (options_.bucket_numel + 1) / 2});
+    const int64_t capacity = large ? numel : std::max(numel, packed);
     auto memory = at::empty({capacity}, gradient.options().dtype(dtype));
     counters_.bucket.add(bytes_of(memory));
     segments_.push_back({std::move(memory), record.group, /*donated=*/false, stream});
@@ -145,94 +125,51 @@ Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gr
 
 void Bucket::send(const std::deque<PartitionGroup>& groups)
 {
-    // Views of the segments' memory. Sorting replaces that memory, and a view would keep the old memory alive.
+    // Views of the segments' memory. Joining replaces that memory, and a view would keep the old memory alive.
     joinable_.clear();
     for (const auto& group : groups) {
         std::vector<Message> messages;
-        const bool average = group.divisor == group.world() &&
-                             group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
         for (auto& segment : segments_) {
             if (segment.group != &group) { continue; }
             // A single rank has nobody to send to. Targets in host memory come here all the same.
             if (group.world() == 1) {
                 if (group.divisor != 1) { segment.memory.narrow(0, 0, segment.used).div_(group.divisor); }
+                segment.shard = segment.memory;
                 continue;
             }
-            auto of_segment = segment.messages();
-            if (owners_alternate(of_segment)) {
-                sort_by_owner(segment, std::move(of_segment));
-                of_segment = segment.messages();
-            }
-            // NCCL can divide by the number of ranks, and nothing else; other backends only add up. Scaling before the
-            // sum keeps the sum within fp16's range.
-            if (!average && group.divisor != 1) {
-                segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.divisor);
-            }
-            messages.insert(messages.end(), of_segment.begin(), of_segment.end());
+            messages.push_back(message_of(segment));
         }
         if (messages.empty()) { continue; }
-        send_messages(group, messages, average);
         counters_.messages_sent += static_cast<int64_t>(messages.size());
-    }
-}
-
-void Bucket::sort_by_owner(Segment& segment, std::vector<Message> of_segment)
-{
-    // A stable sort, so that contributions to one parameter are added in the order in which they came.
-    std::stable_sort(
-        of_segment.begin(), of_segment.end(), [](const Message& a, const Message& b) { return a.second < b.second; });
-    std::vector<at::Tensor> parts;
-    for (auto& [memory, owner] : of_segment) { parts.push_back(std::move(memory)); }
-    auto sorted = at::cat(parts);
-    counters_.bucket.add(bytes_of(sorted));
-    drop_memory(segment);
-    segment.memory = std::move(sorted);
-    segment.donated = false;
-    segment.stream = streams_.current();
-    std::stable_sort(segment.entries.begin(),
-                     segment.entries.end(),
-                     [](const Segment::Entry& a, const Segment::Entry& b) { return a.piece.owner < b.piece.owner; });
-    int64_t offset = 0;
-    for (auto& entry : segment.entries) {
-        entry.offset = offset;
-        offset += entry.piece.numel;
-    }
-}
-
-void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& messages, bool average)
-{
-    const auto device = group.device.type();
-    const bool coalesce = group.process_group->getBackend(device)->supportsCoalescing();
-    bool is_open = false;
-    const auto close = [&] {
-        is_open = false;
-        if (auto work = group.process_group->endCoalescing(device)) { works_.push_back(std::move(work)); }
-    };
-    try {
-        if (coalesce) {
-            group.process_group->startCoalescing(device);
-            is_open = true;
-        }
-        for (auto& [tensor, owner] : messages) {
-            c10d::ReduceOptions options;
-            options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-            options.rootRank = owner;
-            options.asyncOp = true;
-            std::vector<at::Tensor> tensors{tensor};
-            auto work = group.process_group->reduce(tensors, options);
-            if (!coalesce) { works_.push_back(std::move(work)); }
-        }
-        if (coalesce) { close(); }
-    } catch (const std::exception& error) {
-        // An open coalescing block would swallow the process group's later collectives. Closing the block sends what it
-        // holds, so wait_on_device() must find that work before the bucket's memory is dropped.
         try {
-            if (is_open) { close(); }
-        } catch (const std::exception&) {
-            // Keep the first error, which says more.
+            group.carrier->reduce(messages, group.divisor, works_);
+        } catch (const std::exception& error) {
+            throw_for_other_ranks(purpose(), error);
         }
-        throw_for_other_ranks(purpose(), error);
     }
+}
+
+Message Bucket::message_of(Segment& segment)
+{
+    const int64_t world = segment.group->world();
+    if (segment.entries.size() > 1) {
+        std::vector<at::Tensor> rows;
+        for (const auto& entry : segment.entries) {
+            const int64_t numel = entry.shards.numel;
+            rows.push_back(segment.memory.narrow(0, entry.offset, world * numel).view({world, numel}));
+        }
+        auto joined = at::cat(rows, /*dim=*/1).view({-1});
+        rows.clear();
+        counters_.bucket.add(bytes_of(joined));
+        drop_memory(segment);
+        segment.memory = std::move(joined);
+        segment.donated = false;
+        segment.stream = streams_.current();
+    }
+    segment.sent_on = streams_.current();
+    segment.shard = at::empty({segment.used / world}, segment.memory.options());
+    counters_.bucket.add(bytes_of(segment.shard));
+    return {segment.memory.narrow(0, 0, segment.used), segment.shard};
 }
 
 // Awaited.
@@ -264,13 +201,16 @@ void Bucket::arrive()
         throw_for_other_ranks(purpose(), error);
     }
     for (auto& segment : segments_) {
+        // Copies to the host are only queued here, on another stream than that on which the shard was allocated.
+        const auto shard = segment.group->host ? segment.shard : drop_shard(segment);
+        int64_t offset = 0;
         for (const auto& entry : segment.entries) {
-            if (entry.piece.owner != segment.group->rank()) { continue; }
-            const auto arrived = segment.memory.narrow(0, entry.offset, entry.piece.numel);
-            // A target may keep the segment's memory only if it is all of it: a packed segment also holds other
-            // gradients, and a gradient that straddles partitions also holds other ranks' elements.
-            segment.group->bind(
-                entry.piece.target_offset, arrived, /*donated=*/entry.piece.numel == segment.memory.numel());
+            if (entry.shards.own > 0) {
+                const auto arrived = shard.narrow(0, offset, entry.shards.own);
+                // A target may keep the memory only if it is all of it, without padding and other gradients.
+                segment.group->bind(entry.shards.offset, arrived, /*donated=*/entry.shards.own == shard.numel());
+            }
+            offset += entry.shards.numel;
         }
     }
 }
@@ -297,7 +237,10 @@ Bucket::~Bucket()
     // The last stream has waited for the collectives, so on that stream the memory may be used again. An exception must
     // not leave a destructor, least of all one that hides an earlier error of a collective.
     try {
-        for (auto& segment : segments_) { drop_memory(segment); }
+        for (auto& segment : segments_) {
+            drop_shard(segment);
+            drop_memory(segment);
+        }
     } catch (const std::exception& error) {
         TORCH_WARN(std::string("DeepCompile could not drop a bucket's memory: ") + error.what());
     }
@@ -314,6 +257,16 @@ void Bucket::drop_memory(Segment& segment)
     segment.memory = at::Tensor();
 }
 
+at::Tensor Bucket::drop_shard(Segment& segment)
+{
+    auto shard = std::exchange(segment.shard, {});
+    if (shard.defined() && !shard.is_same(segment.memory)) {
+        streams_.record_on_last(shard, *segment.sent_on);
+        counters_.bucket.remove(bytes_of(shard));
+    }
+    return shard;
+}
+
 // One bucket after the other.
 
 void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
@@ -323,7 +276,7 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
         auto own = in_shape(gradient.contiguous(), {gradient.numel()});
         const double divisor = record.group->divisor;
         if (divisor != 1) { own = donated ? own.div_(divisor) : own.div(divisor); }
-        record.group->bind(record.pieces.front().target_offset, own, donated || divisor != 1);
+        record.group->bind(record.shards.offset, own, donated || divisor != 1);
         return;
     }
     if (filling_->add_to_earlier(record, gradient)) { return; }
@@ -384,7 +337,7 @@ void BucketQueue::send_first()
     if (streams_.on_cpu() && group.world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks first compare their fingerprints. The host
         // waits for that, as it does for gloo's reductions anyway.
-        agreement_.compare(group, in_flight_->purpose());
+        agreement_.compare(groups_, in_flight_->purpose());
     }
     in_flight_->send(groups_);
     ++counters_.buckets_sent;
@@ -462,17 +415,14 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
     targets.emplace(offset, std::move(target));
 }
 
-void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
+void PartitionGroup::bind_to_zeros(const Shards& shards)
 {
+    if (shards.own == 0 || targets.count(shards.offset)) { return; }
     const auto options = at::TensorOptions().dtype(target_dtype).device(device);
-    for (const auto& piece : pieces) {
-        if (piece.owner != rank() || targets.count(piece.target_offset)) { continue; }
-        // If the zeros are only copied, one zero serves for all elements. Copy them to host memory from the device too:
-        // it may still read parameters there that the previous step wrote.
-        const bool copied = flat || host;
-        const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
-        bind(piece.target_offset, zeros, /*donated=*/true);
-    }
+    // If the zeros are only copied, one zero serves for all elements. Copy them to host memory from the device too: it
+    // may still read parameters there that the previous step wrote.
+    const bool copied = flat || host;
+    bind(shards.offset, at::zeros({copied ? 1 : shards.own}, options).expand({shards.own}), /*donated=*/true);
 }
 
 void PartitionGroup::allocate_flat_partition()

@@ -142,36 +142,24 @@ void Agreement::add_bucket(const Fingerprint& bucket, int64_t between)
     sent_.mix(between);
 }
 
-bool Agreement::compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange)
+bool Agreement::compare(const std::deque<PartitionGroup>& groups, const std::string& purpose, bool wants_exchange)
 {
+    const auto& group = largest(groups);
     // Ranks that have disagreed once disagree for ever. Some of them may never ask again, and this rank would wait for
     // them in the collective below.
     TORCH_CHECK(disagreement_.empty(), disagreement_);
-    const auto options = at::TensorOptions().dtype(at::kLong).device(group.device);
-    // A fill passes the number to the kernel as an argument. Copying a tensor from the host would make the host wait.
-    auto own = at::empty({4}, options);
-    own[0].fill_(sent_.hash);
-    own[1].fill_(sent_.gradients);
-    own[2].fill_(sent_.buckets);
-    own[3].fill_(static_cast<int64_t>(wants_exchange));
-    auto gathered = at::empty({4 * group.world()}, options);
+    const std::vector<int64_t> own = {sent_.hash, sent_.gradients, sent_.buckets, wants_exchange};
+    std::vector<int64_t> answers;
     try {
-        // NCCL: the current stream waits for the collective. gloo: this thread does.
-        group.process_group->_allgather_base(gathered, own)->wait();
+        answers = group.carrier->exchange(own);
     } catch (const std::exception& error) {
         throw_for_other_ranks(purpose, error);
-    }
-    at::Tensor answers = gathered;
-    if (!group.device.is_cpu()) {
-        answers = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-        answers.copy_(gathered, /*non_blocking=*/true);
-        record_event(current_stream(group.device)).synchronize();
     }
     std::vector<Fingerprint> seen;
     std::string sent;
     bool exchanges = false;
     for (int64_t rank = 0; rank < group.world(); ++rank) {
-        const auto* row = answers.const_data_ptr<int64_t>() + 4 * rank;
+        const auto* row = answers.data() + own.size() * rank;
         exchanges = exchanges || row[3] != 0;
         const Fingerprint fingerprint{row[0], row[1], row[2]};
         // The message names the first rank of each kind.
@@ -185,6 +173,7 @@ bool Agreement::compare(const PartitionGroup& group, const std::string& purpose,
         disagreement_ = "DeepCompile's ranks sent different gradients: " + sent +
                         ". Usually some rank ran another number of backwards, or those of another engine, or one " +
                         "raised. Restart from a checkpoint.";
+        for (const auto& each : groups) { each.carrier->give_up(disagreement_); }
     }
     TORCH_CHECK(disagreement_.empty(), disagreement_);
     return exchanges;
@@ -327,8 +316,9 @@ void Reducer::agree_and_reduce_late()
     order_.end_step();
     const bool rank_decides = group.rank() == 0;
     const bool exchanges = agreement_.compare(
-        group, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
+        groups_, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
     if (!exchanges) { return; }
+    await_carriers("exchange the order of gradients");
     for (const auto index : exchange_orders()) { enqueue_sum(records_[index]); }
     buckets_.launch();
     buckets_.drain();

@@ -109,22 +109,39 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       "host memory for targets must have the partition's size and the targets' dtype");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
                       "either all parameter groups have targets in host memory, or none has");
-    groups_.push_back(
-        {std::move(process_group), divisor, partition_numel, target_dtype, device, flat, std::move(host), counters_});
+    auto carrier = std::make_shared<Collectives>(process_group, device);
+    groups_.push_back({std::move(process_group),
+                       divisor,
+                       partition_numel,
+                       target_dtype,
+                       device,
+                       flat,
+                       std::move(host),
+                       counters_,
+                       std::move(carrier)});
     streams_.set_device(device);
     return static_cast<int64_t>(groups_.size()) - 1;
+}
+
+void Reducer::set_carrier(int64_t group, std::shared_ptr<Carrier> carrier)
+{
+    std::lock_guard lock(mutex_);
+    groups_.at(group).carrier = std::move(carrier);
 }
 
 void Reducer::register_parameter(int64_t group,
                                  std::string name,
                                  at::Tensor parameter,
                                  at::ScalarType communication_dtype,
-                                 std::vector<Piece> pieces)
+                                 int64_t shard_numel,
+                                 int64_t offset)
 {
     std::lock_guard lock(mutex_);
     auto& its_group = groups_.at(group);
-    // So every record has a piece. DeepSpeed gives its optimizers no parameter without elements.
-    TORCH_CHECK_VALUE(parameter.numel() > 0, "parameter '" + name + "' has no elements, so nobody owns its gradient");
+    // DeepSpeed gives its optimizers no parameter without elements.
+    const int64_t numel = parameter.numel();
+    TORCH_CHECK_VALUE(numel > 0, "parameter '" + name + "' has no elements, so nobody owns its gradient");
+    const int64_t own = std::clamp<int64_t>(numel - its_group.rank() * shard_numel, 0, shard_numel);
     // A single rank sends nothing, so its gradients need no dtype for sending.
     if (its_group.world() == 1) { communication_dtype = its_group.target_dtype; }
     ParameterRecord record{static_cast<int64_t>(records_.size()),
@@ -132,22 +149,13 @@ void Reducer::register_parameter(int64_t group,
                            std::move(parameter),
                            &its_group,
                            communication_dtype,
-                           std::move(pieces),
+                           {shard_numel, offset, own},
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
-    int64_t covered = 0;
-    for (const auto& piece : record.pieces) {
-        TORCH_CHECK_VALUE(piece.source_offset == covered && piece.numel > 0 && piece.owner >= 0 &&
-                              piece.owner < its_group.world() && piece.target_offset >= 0 &&
-                              piece.target_offset + piece.numel <= its_group.partition_numel,
-                          record.describe() + " has a piece that lies in no partition of its group");
-        covered += piece.numel;
-    }
-    TORCH_CHECK_VALUE(covered == record.parameter.numel(), record.describe() + " has elements in no partition");
+    TORCH_CHECK_VALUE(shard_numel * its_group.world() >= numel, record.describe() + " has elements in no partition");
+    TORCH_CHECK_VALUE(offset >= 0 && offset + shard_numel <= its_group.partition_numel,
+                      record.describe() + " has a shard that lies in no partition of its group");
     order_.add_parameter(record.index, its_group.world() > 1);
-    its_group.own_pieces +=
-        std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
-            return piece.owner == its_group.rank();
-        });
+    its_group.own_shards += own > 0;
     records_.push_back(std::move(record));
     ++counters_.registered;
 }
@@ -337,8 +345,8 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
         // The optimizer also steps a parameter without a gradient, on zeros.
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) {
-            if (record.group->targets.size() < record.group->own_pieces) {
-                record.group->bind_to_zeros(record.pieces);
+            if (record.group->targets.size() < record.group->own_shards) {
+                record.group->bind_to_zeros(record.shards);
             }
         }
     }
@@ -393,7 +401,7 @@ void Reducer::compare_and_await_targets()
     std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
     const auto& all_ranks = largest(groups_);
-    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(all_ranks, "begin a step"); }
+    if (streams_.on_cpu() && all_ranks.world() > 1) { agreement_.compare(groups_, "begin a step"); }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
@@ -401,6 +409,21 @@ void Reducer::compare_and_await_targets()
         for (const auto& [offset, target] : group.targets) { streams_.record_on_last(target); }
     }
     streams_.forget_other_streams();
+}
+
+void Reducer::await_others()
+{
+    std::lock_guard lock(mutex_);
+    await_carriers("add up gradients");
+}
+
+void Reducer::await_carriers(const std::string& purpose)
+{
+    try {
+        for (const auto& group : groups_) { group.carrier->await_others(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose, error);
+    }
 }
 
 // 6. Released.

@@ -4,27 +4,26 @@
 /*
 The life of a gradient under DeepCompile ZeRO-1 and ZeRO-2, in the order in which it happens.
 
-The elements of a parameter group are shared out among `world` ranks in `world` partitions of equal size. Rank
-r owns partition r: no other rank needs the averaged gradient of those elements. A parameter is cut into
-pieces, each of which lies in one partition.
+The elements of each parameter are shared out among the `world` ranks of its process group in `world` shards of equal
+size; the last ones may have padding, or nothing else. Rank r owns shard r: no other rank needs the averaged gradient
+of those elements. A rank's partition of a parameter group is its shards of all parameters.
 
-  1. Registered empty.  Reducer::register_parameter() notes the pieces of a parameter. No gradient memory
+  1. Registered empty.  Reducer::register_parameter() notes where the shards of a parameter lie. No gradient memory
                         exists yet.
   2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
                         send gradients in one SendOrder. A gradient that comes before its turn waits; if
                         more than a bucket waits for gradients that have not even begun to come, the rank sends
-                        zeros for them. In its turn the gradient is put, piece by piece,
-                        into a Bucket. When the bucket is full, each piece is sent to the rank that owns it
-                        and to no other rank. Bytes of other owners die with their bucket, when its reduction
-                        is over: before the next bucket is sent, or at the end of the backward.
-  3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
-                        averaged gradient of a range of the owner's partition. The target keeps the memory
-                        in which the piece was reduced if that memory holds nothing else; otherwise it is a
-                        copy. So a rank holds only arrived pieces. Where the optimizer can use the
-                        flat partition as it is, the first piece that arrives has the whole partition
-                        allocated and zeroed, and targets are views of it. A later piece for the same
-                        elements is added to the target. Targets may also lie in host memory that the caller
-                        owns; then a piece that has arrived is copied there.
+                        zeros for them. In its turn the gradient is put into a Bucket. When the bucket is full,
+                        a Carrier adds up its gradients, and gives each rank its own shards. The gradients die
+                        with their bucket, when its reduction is over: before the next bucket is sent, or at the
+                        end of the backward.
+  3. Bound.             PartitionGroup::bind() makes each shard that has arrived a target: the averaged gradient
+                        of a range of this rank's partition. The target keeps the memory in which the shard
+                        arrived if that memory holds nothing else; otherwise it is a copy. So a rank holds only
+                        its own shards. Where the optimizer can use the flat partition as it is, the first shard
+                        that arrives has the whole partition allocated and zeroed, and targets are views of it.
+                        A later shard of the same parameter is added to the target. Targets may also lie in host
+                        memory that the caller owns; then a shard that has arrived is copied there.
   4. End of backward.   Reducer::end_backward() sends and awaits the pending buckets and frees their memory; the
                         graph that reduces last calls it. BackwardLife in Python calls
                         Reducer::finish_backward() after every backward. That function does the same for the
@@ -60,11 +59,12 @@ waits if an option for debugging asks for it, and if targets lie in host memory:
 and, if that memory is not pinned, in each copy. An error is an exception; it names the parameter that it
 is about, and its rank.
 
-deepcompile_memory.h has what all parts need for gradient memory.
+deepcompile_memory.h has what all parts need for gradient memory, deepcompile_carrier.h how ranks add up gradients.
 */
 
 #pragma once
 
+#include "deepcompile_carrier.h"
 #include "deepcompile_memory.h"
 
 #include <ATen/core/Tensor.h>
@@ -103,12 +103,11 @@ struct Options {
 
 // 1. Registered empty: where a parameter lies.
 
-/// The part of one parameter that lies in one partition. `Layout` in layout.py cuts parameters into pieces.
-struct Piece {
-    int64_t owner;          ///< rank in the group's process group
-    int64_t source_offset;  ///< elements from the start of the parameter
-    int64_t target_offset;  ///< elements from the start of the owner's partition
-    int64_t numel;
+/// How a parameter is cut into shards, as `Layout` in layout.py does it. Numbers are elements.
+struct Shards {
+    int64_t numel;   ///< of each shard, with padding
+    int64_t offset;  ///< where each rank's shard lies in that rank's partition
+    int64_t own;     ///< of this rank's shard, without padding; perhaps none
 };
 
 /// This rank's own sum of one parameter's gradients, in the dtype of targets. It adds up micro-batches, or
@@ -166,7 +165,7 @@ struct ParameterRecord {
     at::Tensor parameter;
     PartitionGroup* group;
     at::ScalarType communication_dtype;  ///< the dtype in which gradients are sent
-    std::vector<Piece> pieces;
+    Shards shards;
     UnreducedSum unreduced;
     int64_t received = 0;      ///< contributions of this backward, if it reduces, that no turn has taken yet
     bool is_new = false;       ///< only gradients of this backward wait for the turn, and came before it
@@ -303,34 +302,32 @@ public:
     /// Compares this rank's fingerprint with the other ranks'. The host waits for the answers. Raises on every rank if
     /// the ranks have sent different gradients, now or earlier. Returns whether some rank `wants_exchange` of orders,
     /// see Reducer::finish_backward(). `purpose` is for the message of throw_for_other_ranks().
-    bool compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange = false);
+    bool compare(const std::deque<PartitionGroup>& groups, const std::string& purpose, bool wants_exchange = false);
 
 private:
     Fingerprint sent_;          ///< since the engine was made
     std::string disagreement_;  ///< the message, once the ranks have disagreed
 };
 
-// 2. Reduced: gradients on their way to their owners. (bucket.cpp)
-
-/// Elements to send, and the rank that owns them.
-using Message = std::pair<at::Tensor, int64_t>;
+// 2. Reduced: gradients of which each rank gets its shard. (bucket.cpp)
 
 /// Contiguous memory of one group's gradients: several small gradients, packed side by side, or one large gradient.
+/// Each is padded to as many elements as its shards have, so shard r of it begins at r times the shard's elements.
 struct Segment {
     at::Tensor memory;  ///< 1-D
     PartitionGroup* group;
     bool donated;        ///< the memory is the gradient's own; otherwise the bucket has allocated and counted it
     c10::Stream stream;  ///< the stream on which the memory was allocated or donated
     int64_t used = 0;    ///< elements from the start of `memory`
+    /// Once it is sent: this rank's shards of all entries, 1-D, one after the other. With one rank, `memory`.
+    at::Tensor shard = {};
+    std::optional<c10::Stream> sent_on = {};  ///< the stream on which `shard` was allocated
 
     struct Entry {
-        Piece piece;
-        int64_t offset;  ///< elements from the start of `memory`
+        Shards shards;
+        int64_t offset;  ///< elements from the start of `memory`, until it is sent
     };
     std::vector<Entry> entries = {};
-
-    /// One message for neighbouring entries that have the same owner.
-    std::vector<Message> messages() const;
 };
 
 /// Gradients that are sent together. A bucket is filled, sent once, awaited and destroyed, which drops its memory.
@@ -349,11 +346,11 @@ public:
     bool add_to_earlier(const ParameterRecord& record, const at::Tensor& gradient);
     /// Adds a gradient. `donated` as in Reducer::reduce().
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
-    /// Sends every piece to the rank that owns it, group after group.
+    /// Sends the gradients, group after group.
     void send(const std::deque<PartitionGroup>& groups);
     /// For targets in host memory, on a GPU: calls arrive() on the stream of copies, while the current stream goes on.
     void copy_to_host();
-    /// Waits for the collectives and binds the pieces that this rank owns. NCCL: the current stream waits. gloo: the
+    /// Waits for the carriers and binds this rank's shards. NCCL: the current stream waits. gloo: the
     /// calling thread does. After copy_to_host(), the current stream waits for the copies instead.
     void arrive();
     /// For a bucket that is dropped before it arrived: on a GPU, makes the current stream wait for its collectives.
@@ -368,15 +365,17 @@ public:
 
 private:
     Segment& segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
-    void sort_by_owner(Segment& segment, std::vector<Message> of_segment);
-    void send_messages(const PartitionGroup& group, std::vector<Message>& messages, bool average);
+    /// Returns what is sent for a segment. If it has several gradients, their memory is replaced by one that has shard
+    /// 0 of all, then shard 1 of all, and so on.
+    Message message_of(Segment& segment);
     void drop_memory(Segment& segment);
+    at::Tensor drop_shard(Segment& segment);
 
     const Options& options_;
     StreamOrder& streams_;
     Counters& counters_;
     std::vector<Segment> segments_;
-    std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+    Works works_;
     std::optional<c10::Event> copied_;  ///< the end of copy_to_host()
     int64_t bytes_ = 0;                 ///< of gradients
     int64_t largest_ = 0;               ///< bytes of the largest gradient
@@ -413,7 +412,7 @@ public:
     }
     /// Drains the bucket in flight, and sends the one that is being filled, or holds it.
     void launch();
-    /// Waits for the bucket in flight, binds the pieces that this rank owns and drops the rest.
+    /// Waits for the bucket in flight, binds this rank's shards and drops the rest.
     void drain();
     /// Drops all buckets.
     void abandon();
@@ -446,7 +445,7 @@ private:
     int64_t launches_before_ = 0;  ///< `launches_over()` when this reducer last sent a bucket
 };
 
-// 3. Bound: averaged gradients at their owner. (bucket.cpp)
+// 3. Bound: averaged gradients of this rank's shards. (bucket.cpp)
 
 /// Averaged gradients by their offset in a partition, in elements; each 1-D, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
@@ -486,7 +485,8 @@ struct PartitionGroup {
     bool flat;                       ///< whether targets lie in a flat partition
     std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
     Counters& counters;
-    size_t own_pieces = 0;  ///< this rank's pieces, each of which gets a target in every step
+    std::shared_ptr<Carrier> carrier;
+    size_t own_shards = 0;  ///< this rank's shards that have elements, each of which gets a target in every step
     Targets targets = {};   ///< the bound targets
     at::Tensor flat_partition =
         {};  ///< [partition_numel]; one tensor for all targets; undefined if not `flat`, or while nothing is bound
@@ -495,12 +495,12 @@ struct PartitionGroup {
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
 
-    /// Makes an arrived piece the target at `offset`, or adds the piece to an existing target. `arrived`
+    /// Makes an arrived shard the target at `offset`, or adds the shard to an existing target. `arrived`
     /// is 1-D; if it is donated, the target may keep its memory, see keep_or_copy(). Copies to host memory are put on
     /// the current stream.
     void bind(int64_t offset, const at::Tensor& arrived, bool donated);
-    /// Binds to zeros the pieces that this rank owns and that are not bound yet.
-    void bind_to_zeros(const std::vector<Piece>& pieces);
+    /// Binds this rank's shard of a parameter to zeros, unless it is bound.
+    void bind_to_zeros(const Shards& shards);
     /// Allocates the flat partition, zeroed, if targets lie in one and it does not exist yet.
     void allocate_flat_partition();
     std::shared_ptr<HandedOver> hand_over();
@@ -560,13 +560,18 @@ public:
                       bool flat,
                       std::optional<at::Tensor> host);
 
-    /// 1. Called once for each parameter by the engine when it compiles. `pieces`: of the parameter, in its order. They
-    /// have all its elements.
+    /// In place of the process group's collectives, `carrier` adds up the gradients of a group. To be called before the
+    /// first backward.
+    void set_carrier(int64_t group, std::shared_ptr<Carrier> carrier);
+
+    /// 1. Called once for each parameter by the engine when it compiles. `shard_numel`: elements of each of its shards,
+    /// with padding. `offset`: where these lie in the ranks' partitions.
     void register_parameter(int64_t group,
                             std::string name,
                             at::Tensor parameter,
                             at::ScalarType communication_dtype,
-                            std::vector<Piece> pieces);
+                            int64_t shard_numel,
+                            int64_t offset);
 
     /// Called by `BackwardLife.begin()` when a backward starts, and for each further loss of the same backward.
     /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them
@@ -624,7 +629,7 @@ public:
     void end_backward();
 
     /// 4. and 5. Called by `BackwardLife` after every backward, whichever graphs ran in it. With `reduces`, the turns
-    /// that are left are taken, and every piece that this rank owns is bound on return.
+    /// that are left are taken, and every shard of this rank is bound on return.
     ///
     /// With `completes`, the gradients of the step are complete on every rank. Then reduces gradients that came after
     /// their turn on some rank, and changes the order on all ranks if it did not suit the first rank. Raises on every
@@ -645,6 +650,10 @@ public:
     /// gloo would hang or end the process. Then the stream waits for the targets, and the host for copies to host
     /// memory.
     void compare_and_await_targets();
+
+    /// 5. Called on every rank before the host waits for the device in a step: a rank that has died ends in an error here,
+    /// and not in the step's own collectives, if ranks wait for each other in another way.
+    void await_others();
 
     /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
     void release(std::optional<int64_t> group);
@@ -706,6 +715,7 @@ private:
     void enqueue_sum(ParameterRecord& record);
     /// Ends the gradients of a step; see finish_backward().
     void agree_and_reduce_late();
+    void await_carriers(const std::string& purpose);
     /// Agrees on the order of later backwards. Returns the parameters of which some rank has unreduced gradients.
     std::vector<int64_t> exchange_orders();
     /// Queues a Watch with autograd's running task, if there is one.

@@ -27,9 +27,12 @@ NAMES = (
     "fixes.base",
     "tools.memory_picture",
     "features.activation_budget",
+    "features.checkpoints",
+    "features.offload_optimizer",
     "features.blocks",
     "fixes.model_code",
     "tools.reports",
+    "features.copy_engines",
     "features.overlap_gather",
     # Parts that cut a graph in pieces come late, because the pieces replace the graph.
     "features.loss",

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many bytes of gradients a rank holds, with DeepCompile and without it."""
 
+import sys
+
 import torch
 
 from deepspeed.accelerator import get_accelerator
@@ -110,6 +112,9 @@ class MemoryWatch:
     def note(self, phase):
         if self._gpu:
             torch.cuda.synchronize()
-            self.bytes[f"peak of the {phase}"] = torch.cuda.max_memory_allocated()
-            self.bytes[f"after the {phase}"] = torch.cuda.memory_allocated()
+            # Torch's allocator does not count memory that DeepCompile's ranks map, such as that of parameters.
+            mapped = sys.modules.get("deepspeed.compile.features.copy_engines.mapped")
+            uncounted = mapped.mapped_bytes() if mapped else 0
+            self.bytes[f"peak of the {phase}"] = torch.cuda.max_memory_allocated() + uncounted
+            self.bytes[f"after the {phase}"] = torch.cuda.memory_allocated() + uncounted
             torch.cuda.reset_peak_memory_stats()

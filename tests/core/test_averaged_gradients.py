@@ -4,10 +4,11 @@
 
 import dataclasses
 import itertools
-from typing import Dict, NamedTuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param
@@ -26,11 +27,41 @@ from support.training import (
     updates_compiled_from,
 )
 
-# What a caller does between the last backward and the step. Each way scales every second gradient.
+# What a caller does between the last backward and the step. Each way scales the gradients of every second parameter.
+# Without DeepCompile a partition has other parameters, or other parts of them, so a way goes by the parameter's number
+# and not by the place in the list.
 
 
-def scale(index):
-    return 1 - index % 2 / 2
+class Entries(NamedTuple):
+    """Whose gradients the entries of ``averaged_gradients[group]`` are."""
+
+    numbers: List[Optional[int]]  # of the parameters; None: padding
+    alike: List[Tuple[int, int]]  # parameters to exchange: of equal shape, whose gradients one rank of DeepSpeed has
+
+    def scale(self, index):
+        number = self.numbers[index]
+        return 1 if number is None else 1 - number % 2 / 2
+
+
+def entries_of(optimizer, group, alike):
+    places = {id(parameter): number for number, parameter in enumerate(optimizer.round_robin_bit16_groups[group])}
+    numbers = [places[id(parameter)] for parameter in optimizer.params_in_partition[group]]
+    padding = len(optimizer.averaged_gradients[group]) - len(numbers)
+    return Entries(numbers + [None] * padding, alike)
+
+
+def alike_in_partitions(optimizer, group):
+    """Lists parameters of equal shape that DeepSpeed's own partitions have whole, of all ranks. All ranks call it."""
+    views, parameters = optimizer.averaged_gradients[group], optimizer.round_robin_bit16_groups[group]
+    whole = [
+        (number, view.shape)
+        for number, view in zip(entries_of(optimizer, group, []).numbers, views, strict=True)
+        if number is not None and view.numel() == parameters[number].numel()
+    ]
+    pairs = [(one, other) for (one, shape), (other, same) in itertools.combinations(whole, 2) if shape == same]
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, pairs)
+    return [pair for of_rank in of_ranks for pair in of_rank]
 
 
 def marked_as(gradient, scaled):
@@ -40,67 +71,69 @@ def marked_as(gradient, scaled):
     return scaled
 
 
-def all_scaled(averaged, group):
-    return [marked_as(gradient, gradient * scale(index)) for index, gradient in enumerate(averaged[group])]
+def all_scaled(averaged, group, of):
+    return [marked_as(gradient, gradient * of.scale(index)) for index, gradient in enumerate(averaged[group])]
 
 
-def in_place(averaged, group):
+def in_place(averaged, group, of):
     for index, gradient in enumerate(averaged[group]):
-        gradient.mul_(scale(index))
+        gradient.mul_(of.scale(index))
 
 
-def entries(averaged, group):
+def entries(averaged, group, of):
     for index, gradient in enumerate(averaged[group]):
-        if scale(index) != 1:
-            averaged[group][index] = marked_as(gradient, gradient * scale(index))
+        if of.scale(index) != 1:
+            averaged[group][index] = marked_as(gradient, gradient * of.scale(index))
 
 
-def slices(averaged, group):
-    averaged[group][:] = all_scaled(averaged, group)
+def slices(averaged, group, of):
+    averaged[group][:] = all_scaled(averaged, group, of)
 
 
-def lists(averaged, group):
-    averaged[group] = all_scaled(averaged, group)
+def lists(averaged, group, of):
+    averaged[group] = all_scaled(averaged, group, of)
 
 
-def data(averaged, group):
+def data(averaged, group, of):
     for index, gradient in enumerate(averaged[group]):
-        gradient.data = gradient.data * scale(index)
+        gradient.data = gradient.data * of.scale(index)
 
 
-def other_layouts(averaged, group):
+def other_layouts(averaged, group, of):
     """The new tensors are not contiguous, and have another dtype."""
     for index, gradient in enumerate(averaged[group]):
-        scaled = gradient.float() * scale(index)
+        scaled = gradient.float() * of.scale(index)
         averaged[group][index] = marked_as(gradient, torch.stack([scaled, torch.ones_like(scaled)], -1)[..., 0])
 
 
-def exchanged(averaged, group):
+def exchanged(averaged, group, of):
     """Gradients of equal shape change places, too."""
-    in_place(averaged, group)
+    in_place(averaged, group, of)
     views = averaged[group]
-    for first, second in itertools.combinations(range(len(views)), 2):
-        if views[first].shape == views[second].shape:
+    for one, other in of.alike:
+        # A rank that has no elements of one has none of the other.
+        if one in of.numbers:
+            first, second = of.numbers.index(one), of.numbers.index(other)
             views[first], views[second] = views[second], views[first]
 
 
-def from_behind(averaged, group):
+def from_behind(averaged, group, of):
     views = averaged[group]
     for index in range(-len(views), 0):
-        views[index].mul_(scale(len(views) + index))
+        views[index].mul_(of.scale(len(views) + index))
 
 
-def by_methods(averaged, group):
+def by_methods(averaged, group, of):
     """Each gradient leaves the list and comes back."""
     views = averaged[group]
     for index in range(len(views)):
         gradient = views.pop(0)
-        views.append(marked_as(gradient, gradient * scale(index)))
+        views.append(marked_as(gradient, gradient * of.scale(index)))
 
 
-def by_torch(averaged, group):
+def by_torch(averaged, group, of):
     """Torch's functions read a list past its methods."""
-    torch._foreach_mul_(averaged[group], [scale(index) for index in range(len(averaged[group]))])
+    torch._foreach_mul_(averaged[group], [of.scale(index) for index in range(len(averaged[group]))])
 
 
 class Trained(NamedTuple):
@@ -111,31 +144,40 @@ class Trained(NamedTuple):
     released: bool  # whether each step has released its gradients
 
 
-def train(case, change, one_pass):
-    """Trains for four steps, and returns the master weights, and what was held after each step."""
+def train(case, change, one_pass, alike):
+    """Trains for four steps, and returns the master weights, and what was held after each step.
+
+    ``alike``: of each parameter group, parameters to exchange. An engine without DeepCompile fills the list.
+    """
     after = []
     # A partition is stepped in one pass from two rows on, of 16 elements each.
     least = 32 if one_pass else 2**30
     with ranges_of(48), updates_compiled_from(least, 32), as_traced(True):
         module, engine = start(case)
+        optimizer = engine.optimizer
         if case.deepcompile:
             step_in_one_pass(engine)
         for step in range(4):
             backward(engine, step)
+            if not alike:
+                alike += [alike_in_partitions(optimizer, group) for group in range(case.groups)]
             for group in range(case.groups):
-                change(engine.optimizer.averaged_gradients, group)
+                change(optimizer.averaged_gradients, group, entries_of(optimizer, group, alike[group]))
             engine.step()
             after.append(held(gradient_counters(engine)) if case.deepcompile else NOTHING)
-        ends = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
+        # Without the part that links parameters with master weights, only the parameters say what these are.
+        master = torch.Tensor.detach if case.dtype == "fp32" else safe_get_full_fp32_param
+        ends = [master(parameter).clone() for parameter in module.parameters()]
         engine.destroy()
     return ends, after
 
 
 def train_changed(case, change, one_pass=False):
-    ends, after = train(case, change, one_pass)
-    without = dataclasses.replace(case, deepcompile=False, offloaded=False)
-    expected, _ = train(without, change, False)
-    unchanged, _ = train(without, lambda *_: None, False)
+    without, alike = dataclasses.replace(case, deepcompile=False, offloaded=False), []
+    expected, _ = train(without, change, False, alike)
+    unchanged, _ = train(without, lambda *_: None, False, alike)
+    assert all(alike)
+    ends, after = train(case, change, one_pass, alike)
     return Trained(relative_error(ends, expected), relative_error(expected, unchanged), after == [NOTHING] * 4)
 
 

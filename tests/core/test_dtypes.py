@@ -101,7 +101,6 @@ def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulati
         assert compiled.held == NOTHING
 
 
-@pytest.mark.core
 @vary("accumulation", [1, 3])
 @vary("stage", [1, 2])
 def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):

@@ -3,26 +3,21 @@
 """A step in which something goes wrong on every rank: the next one is right, or says what happened."""
 
 import contextlib
-import copy
 import itertools
-import pickle
 from typing import Dict, NamedTuple, Optional
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.gradient.backward import BackwardLife
 from deepspeed.compile.zero_1_and_2.step import step as optimizer_step
-from deepspeed.compile.zero_1_and_2.step.interrupted import InterruptedStep
 
 from support.faults import (
     HAPPENINGS,
     Injected,
     arm,
     fragile,
-    half_a_step,
     in_backward,
     on_every_rank,
     raise_injected,
@@ -236,42 +231,4 @@ def test_timers_of_a_step_go_on(ranks):
     """The timers of a step that raised before the optimizer's would be left running."""
     case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
     for after in ranks(2).run(a_step_that_changed_nothing, case):
-        assert after.error < BOUND
-
-
-@pytest.mark.quick
-def test_a_copy_after_half_a_step():
-    """A module whose step was ended half way could not be copied, or its copies would refuse to be saved."""
-    module, engine, interrupted = torch.nn.Linear(2, 2), torch.nn.Module(), InterruptedStep()
-    engine.module = module
-    with pytest.raises(Injected), interrupted.changing_parameters(engine):
-        raise Injected("half way")
-    for duplicate in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert duplicate.state_dict().keys() == {"weight", "bias"}
-    assert b"deepspeed" not in pickle.dumps(module)
-    with pytest.raises(RuntimeError, match="was ended half way"):
-        module.state_dict()
-    interrupted.forget()
-    module.state_dict()
-
-
-@pytest.mark.quick
-def test_half_a_step_without_an_engine():
-    """Where only the engine's optimizer still exists, another error would take the place of the step's own."""
-    interrupted = InterruptedStep()
-    with pytest.raises(Injected, match="half way"), interrupted.changing_parameters(None):
-        raise Injected("half way")
-    with pytest.raises(RuntimeError, match="was ended half way"):
-        interrupted.refuse()
-
-
-@pytest.mark.follows("load a checkpoint with its optimizer states before going on")
-@vary("stage", [1, 2])
-def test_half_a_step(ranks, tmp_path, stage):
-    """An engine would go on with parameters of which a step has changed a part, or stay locked behind a checkpoint."""
-    case = Case(stage=stage, accumulation=3, groups=2)
-    for after in ranks(2).run(half_a_step, case, str(tmp_path)):
-        first, second = after.raised
-        assert first == "behind the update"
-        assert "was ended half way (Injected: behind the update)" in second
         assert after.error < BOUND

@@ -120,23 +120,24 @@ def check_sent(results):
 @vary("stage", [1, 2])
 # All of three ranks, then all of two, as the other tests: processes take seconds to start.
 @vary("world", [pytest.param(3, marks=pytest.mark.slow), 2])
-def test_small_gradients_of_one_owner_share_a_message(ranks, world, stage, config):
-    """A bucket would be sent in a message for each gradient, instead of one for each owner."""
+def test_small_gradients_share_a_message(ranks, world, stage, config):
+    """A bucket would be sent in a message for each gradient, or for each rank, instead of one."""
     case = Case(stage=stage, bucket=WHOLE_MODEL, config=config, steps=2)
     for counters in check_sent(ranks(world).run(many_parameters, case, count=40, numel=7)):
-        assert (counters["buckets_sent"], counters["messages_sent"]) == (1, world)
+        assert (counters["buckets_sent"], counters["messages_sent"]) == (1, 1)
 
 
-def test_gradients_whose_owners_take_turns_need_one_copy_more(ranks):
-    """Gradients that are copied into messages by owner would need memory for more than one other bucket."""
-    # A bucket is sent with ten gradients, and gathered while one is on its way.
-    half = 10 * 8
-    case = Case(bucket=2 * half, config=ROUND_ROBIN, steps=2)
+def test_gradients_that_share_messages_need_one_copy_more(ranks):
+    """Gradients that are copied into messages by rank would need memory for more than one other bucket."""
+    # A bucket is sent with ten gradients, whose shards need no padding, and gathered while one is on its way.
+    half = 10 * 32
+    case = Case(bucket=2 * half, steps=2)
     # In the first backward ranks have not seen yet in which order gradients arrive.
-    for counters in check_sent(ranks(2).run(many_parameters, case, count=40, numel=8))[1:]:
-        assert (counters["buckets_sent"], counters["messages_sent"]) == (4, 2 * 4)
+    for counters in check_sent(ranks(2).run(many_parameters, case, count=40, numel=32))[1:]:
+        assert (counters["buckets_sent"], counters["messages_sent"]) == (4, 4)
         assert counters["peak_pending"] == 4 * 2 * half
-        assert counters["peak_bucket"] <= 4 * 2 * half
+        # A bucket that is on its way also has this rank's shards.
+        assert counters["peak_bucket"] <= 4 * (2 * half + half // 2)
 
 
 @vary("model", MODELS)

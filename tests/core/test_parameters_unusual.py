@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
-from deepspeed.compile.zero_1_and_2.gradient.registered import partially_trained_lookalikes
 
 from support import training
 from support.beside import Beside, check
@@ -105,19 +104,6 @@ def test_one_that_the_optimizer_lacks_in_one_of_several_layers(ranks, make, regi
     assert max(error for _, error in results) < BOUND
 
 
-@pytest.mark.quick
-def test_layers_that_share_no_graph_are_not_taken_for_alike():
-    """Where an optimizer lacks one linear layer, autograd would hold the gradients of all others of a model."""
-    model = BlocksWithin()
-    model.other = torch.nn.Linear(*model.body.blocks[0].up.weight.shape[::-1])
-    lacks = {id(model.other.weight), id(model.other.bias)}
-    registered = [parameter for parameter in model.parameters() if id(parameter) not in lacks]
-    assert partially_trained_lookalikes(model, registered) == []
-    norms = [block.norm.weight for block in model.body.blocks]
-    registered = [parameter for parameter in registered if parameter is not norms[1]]
-    assert list(map(id, partially_trained_lookalikes(model, registered))) == list(map(id, norms))
-
-
 def compile_complex():
     module = Unusual()
     module.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
@@ -196,7 +182,7 @@ def train_without_elements():
     reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
     group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), 8, torch.float32, device(), False, None)
     try:
-        reducer.register_parameter(group, "empty", empty, torch.float32, [])
+        reducer.register_parameter(group, "empty", empty, torch.float32, 0, 0)
     except ValueError as error:
         said.append(str(error))
     reducer.close()

@@ -50,14 +50,14 @@ def test_a_profile_names_the_stages(ranks):
     expected = {
         "deepcompile::reduce": 3,
         "deepcompile::launch": 1,
-        # Two partitions of one and a half parameters.
-        "deepcompile::bind": 2,
+        # Each partition has a part of each parameter.
+        "deepcompile::bind": 3,
         "deepcompile::finish_backward": 1,
-        # Marks of what memory is for. The first order begins with the last parameter, so two gradients wait. Both
-        # targets are copies out of one bucket, which is dropped then.
+        # Marks of what memory is for. The first order begins with the last parameter, so two gradients wait. All
+        # targets are copies out of one shard. What gradients were packed in is dropped, and later the message.
         "deepcompile::waiting": 2,
-        "deepcompile::bound": 2,
-        "deepcompile::dropped": 1,
+        "deepcompile::bound": 3,
+        "deepcompile::dropped": 2,
     }
     assert ranks(2).run(ranges_of_a_backward) == [expected] * 2
 

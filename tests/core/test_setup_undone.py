@@ -3,15 +3,18 @@
 """``engine.compile()`` that raises while it sets the engine up leaves the engine as it was."""
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2.engine import set_up as setup
+from deepspeed.compile.zero_1_and_2.step import even_order
 
 from support.faults import Injected
 from support.ids import vary
-from support.options import prepare, set_up_state, train_prepared
-from support.training import BOUND, OVERLAPPED, Case
+from support.options import outcome, prepare, set_up_state, train_prepared
+from support.training import BOUND, OVERLAPPED, Case, batch
 
 
 class Undone(NamedTuple):
@@ -67,3 +70,30 @@ def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, co
     for undone in ranks(2).run(compile_with_a_step_that_raises, case, step, compiled_again):
         assert undone.is_as_before and undone.registered == 0
         assert undone.error < BOUND
+
+
+def fail_between_orders(case):
+    """Returns what an engine says of which one parameter group is in the order of our layout, and others are not."""
+    module, engine = prepare(case)
+    adopt_group = even_order._adopt_group
+
+    def raises(optimizer, group, *others):
+        if group:
+            raise Injected("no memory")
+        adopt_group(optimizer, group, *others)
+
+    with mock.patch.object(even_order, "_adopt_group", raises):
+        said = outcome(engine.compile, backend="eager")
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    later = [outcome(engine.backward, loss), outcome(engine.optimizer.step), outcome(engine.optimizer.state_dict)]
+    engine.destroy()
+    return said, later
+
+
+@vary("offloaded", [False, True])
+def test_elements_that_change_places_half_way(ranks, offloaded):
+    """DeepSpeed's own step would take elements of one order for those of the other, and save them so."""
+    for said, later in ranks(2).run(fail_between_orders, Case(groups=2, offloaded=offloaded)):
+        assert said == "Injected: no memory"
+        for refused in later:
+            assert "engine.compile() failed half-way (no memory); create a new engine" in refused

@@ -34,7 +34,9 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
-    "as_it_is",
+    "as_they_are",
+    # Where a part puts what carries gradients in another way than the core.
+    "set_carrier",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
@@ -43,12 +45,13 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
-    "offload_gradient_dict": {"zero_1_and_2.parameter.host_memory"},
+    "_hp_optimizer_states_linked": {"features.checkpoints.linked_states", "features.checkpoints.feature"},
+    "offload_gradient_dict": {"features.offload_optimizer.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
-        "zero_1_and_2.parameter.host_memory": "of the master weights: gives back what the base has made",
+        "zero_1_and_2.step.own_step": "of the master weights, while the optimizer steps them",
+        "features.update.own_ranges": "of a part of the master weights, while the optimizer steps it",
+        "features.offload_optimizer.host_memory": "of the master weights: gives back what the base has made",
         "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
@@ -57,13 +60,15 @@ WRITERS = {
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
-        "zero_1_and_2.step.rule": "what a rule has made for a partition",
-        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
+        "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
+        "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
+        "features.update.states": "in the form of 8 bits, of what was loaded",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
+        "zero_1_and_2.step.even_order": "of the optimizer, as long as its elements are in our order",
         "features.overlap_gather.arriving": "of parameters, while they are on their way",
         "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
@@ -74,7 +79,7 @@ WRITERS = {
         "features.update.links": "sets parameter and remainder",
     },
     "lp_fragment": {
-        "zero_1_and_2.step.optimizer": "leaves the graph out",
+        "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",
         "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
     },
     "torch._dynamo.config": {
@@ -470,7 +475,9 @@ def test_the_native_code_has_what_its_protocols_say():
 
     classes = ((native.Reducer, module.Reducer), (native.HandedOver, module.HandedOver))
     assert all(members(protocol) == members(found) for protocol, found in classes)
-    assert members(native.NativeModule) | {"Reducer", "HandedOver"} == members(module)
+    # Optional parts have native modules of their own.
+    apart = {"Reducer", "HandedOver", "Carrier", "copy_engines"}
+    assert members(native.NativeModule) | apart == members(module)
     for protocol, found in (*classes, (native.NativeModule, module)):
         properties = {name for name in members(protocol) if isinstance(getattr(protocol, name), property)}
         for name in members(protocol) - properties:

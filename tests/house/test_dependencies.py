@@ -27,8 +27,14 @@ OWN = {
     "_deepcompile",
     "_memory_recorder",
     "_told_of_its_stage",
+    "base_orders",
+    "even_layouts",
+    "is_in_our_order",
     "masters_as_remainders",
+    "masters_from_base",
+    "own_partitions",
     "plain_class",
+    "whole_states",
 }
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
 HOOKS_OF_TORCH = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_code"}

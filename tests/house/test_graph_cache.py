@@ -85,7 +85,7 @@ def test_ranks_load_what_they_have_stored(ranks, tmp_path):
 
 def partitioner(**changes):
     reducer_module()
-    same = dict(positions={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[])
+    same = dict(positions={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False)
     return ReduceGradPartitioner(**{**same, **changes})
 
 
@@ -109,7 +109,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
         return graph_cache._tag(gm, inputs, partitioner(**changes))
 
     changes = [{"positions": {1: 1}}, {"positions": {0: 2}}]
-    changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
+    changes += [{"release_reduce_buckets": True}, {"split": SplitWithin(0.5)}]
     tags = [tag(), *(tag(**change) for change in changes)]
     tags += [
         tag(inputs=other) for other in ([rows[0], rows[0]], [rows[0], torch.ones(4)], [rows[0], torch.ones(4, 2)])

@@ -28,6 +28,7 @@ PROGRAMS = {
     "float8_loop.py": ["torchao"],
     "hf_trainer.py": ["accelerate"],
     "accelerate_loop.py": ["accelerate"],
+    "lightning_fit.py": ["lightning"],
     "trl_lora.py": ["accelerate", "datasets", "peft", "trl"],
     "trl_preferences.py": ["accelerate", "datasets", "trl"],
     "long_sequences.py": ["accelerate"],

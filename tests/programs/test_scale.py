@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.overlap_gather import gather
-from deepspeed.compile.features.overlap_gather.gather import grouped
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.engine import set_up
+from deepspeed.compile.zero_1_and_2.parameter import carrier
+from deepspeed.compile.zero_1_and_2.parameter.carrier import grouped
 
 from support.beside import Beside
 from support.ids import vary
@@ -35,12 +35,15 @@ WORLDS = [2, pytest.param(8, marks=pytest.mark.slow)]
 
 
 @contextlib.contextmanager
-def chosen(numel_of_a_rank, owners):
-    """Within it engines choose for tiny models, in which nothing is sent before so many elements for each rank."""
+def chosen(numel_of_a_rank, joined):
+    """Within it engines choose for tiny models, in which nothing is sent before so many elements for each rank.
+
+    ``joined``: of how few elements the shards of parameters are that are gathered together.
+    """
     with (
         mock.patch.object(set_up, "SEND_NUMEL", 1),
         mock.patch.object(set_up, "SEND_NUMEL_OF_A_RANK", numel_of_a_rank),
-        mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+        mock.patch.object(carrier, "JOINED_NUMEL", joined),
     ):
         yield
 
@@ -51,20 +54,20 @@ class Sent(NamedTuple):
     buckets: int  # of the first backward
     messages: int
     collectives: List[int]  # that gather parameters after the first step: the works of each unit
-    broadcasts: List[int]  # runs of each unit
+    parameters: List[int]  # of each unit
     error: float
 
 
-def sent_by(case, numel_of_a_rank, owners=12):
+def sent_by(case, numel_of_a_rank, joined=2**17):
     counters, works = [], []
-    with chosen(numel_of_a_rank, owners):
+    with chosen(numel_of_a_rank, joined):
         beside = Beside(build(case), case)
         in_use = beside.engine.optimizer._deepcompile.gather
         for step in range(case.steps):
             beside.step(batch(step, 0, dist.get_rank(), 4))
             counters.append(gradient_counters(beside.engine))
             works.append([len(in_use._works[unit]) for unit in sorted(in_use._works)])
-        runs = [len(unit) for unit in in_use._runs]
+        runs = [sum(map(len, unit)) for unit in in_use._places]
         error = beside.end().error
     return Sent(counters[0]["buckets_sent"], counters[0]["messages_sent"], works[0], runs, error)
 
@@ -90,28 +93,25 @@ def test_buckets_grow_with_the_number_of_ranks(ranks, package, world):
     assert buckets == {2: 5, 8: 2}[world]
 
 
-@vary("owners", [12, 0])
+@vary("joined", [2**17, 0])
 @vary("world", WORLDS)
-def test_how_parameters_are_gathered(ranks, package, world, owners):
-    """A unit's broadcasts would be sent one by one, or chosen where an all-gather is faster."""
+def test_how_parameters_are_gathered(ranks, world, joined):
+    """Each small parameter of a unit would cost a collective, or large ones a copy."""
     case = Case("RepeatedLayers", steps=2, config=OVERLAPPED)
-    (broadcasts,) = package("messages").broadcasts(package("messages").Sizes(*without_memory(case)), world)
-    for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100, owners=owners):
-        # All parameters lie in one run for each owner, and each unit adds the owners at its ends.
-        assert sum(sent.broadcasts) >= len(broadcasts) == world
-        # Without owners to broadcast, a unit is gathered by one collective. NCCL makes one group of a unit's
-        # broadcasts; gloo has no groups.
-        one = torch.cuda.is_available() or not owners
-        assert sent.collectives == ([1] * len(sent.broadcasts) if one else sent.broadcasts)
+    for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100, joined=joined):
+        assert len(sent.parameters) > 2 and max(sent.parameters) > 1
+        # NCCL makes one group of what is gathered alone; gloo has no groups.
+        one = torch.cuda.is_available() or joined
+        assert sent.collectives == ([1] * len(sent.parameters) if one else sent.parameters)
         assert sent.error < BOUND
 
 
-def train_with_choices(case, owners):
-    with chosen(100, owners):
+def train_with_choices(case, joined):
+    with chosen(100, joined):
         return train_beside_plain_loop(case)
 
 
-@vary("owners", [12, 0])
+@vary("joined", [2**17, 0])
 @vary(
     "varied",
     [
@@ -122,10 +122,10 @@ def train_with_choices(case, owners):
     ],
 )
 @vary("world", WORLDS)
-def test_trained_as_a_plain_loop_whatever_is_chosen(ranks, world, varied, owners):
+def test_trained_as_a_plain_loop_whatever_is_chosen(ranks, world, varied, joined):
     """A bucket or a unit of another size would be sent before it is complete."""
     case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED, **varied)
-    check_trained(ranks(world).run(train_with_choices, case, owners))
+    check_trained(ranks(world).run(train_with_choices, case, joined))
 
 
 def raise_in_a_group():
@@ -149,8 +149,7 @@ def test_a_group_ends_where_a_collective_raises(ranks):
 def test_choices_of_the_sizes_that_train():
     """The choice for few and for many ranks would be another than the one that was measured and is documented."""
     assert [set_up.send_numel(count) for count in (2, 8, 32, 64, 1024)] == [2**25] * 3 + [2**26, 2**30]
-    of_owners = [gather.Run(0, owner, owner + 1, owner) for owner in range(24)]
-    assert gather.broadcasts_pay([of_owners, []])
-    assert not gather.broadcasts_pay([of_owners, of_owners[:1]])
-    # Where owners alternate, a unit has more runs than owners.
-    assert gather.broadcasts_pay([of_owners[:2] * 24])
+    small, large, most = (0, 2**17), (0, 2**18), (0, 3 * 2**21)
+    # Of two ranks. What is gathered together is bounded.
+    assert carrier.in_messages([small, large, (5, 0), small], 2) == [[small, small], [large]]
+    assert [len(message) for message in carrier.in_messages([most] * 3, 2**10)] == [1, 1, 1]

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The whole programs of docs/start/trainers.md train in two processes on CPU, by the files that the page shows."""
+"""The whole programs of docs/start/trainers.md, and Lightning's of examples/, train in two processes on CPU."""
 
 import re
 import runpy
@@ -13,35 +13,27 @@ from support import programs
 from support.documentation import ROOT, blocks
 from support.pool import free_port, remove_buffers
 
-pytestmark = pytest.mark.program("docs/start/trainers.md", "examples/tiny.py", "requirements/front_doors.txt")
+pytestmark = pytest.mark.program(
+    *("docs/start/trainers.md", "examples/lightning_fit.py", "examples/tiny.py", "requirements/front_doors.txt")
+)
 
 PAGE = "docs/start/trainers.md"
-# What the page says of a machine without GPUs, where transformers refuses bf16.
-TRAINER_ON_CPU = """
-import os
-from accelerate import PartialState
-os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-PartialState(backend="gloo")
-"""
-CONFIGURED = 'accelerator_config={"use_configured_state": True},'
 ON_CPU = {
-    "trainer.py": {"bf16=True,": CONFIGURED},
-    "sft.py": {"bf16=True,": f"bf16=False, {CONFIGURED}"},
     "accelerated.py": {
         "Accelerator()": 'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])',
         "import Accelerator": "import Accelerator, InitProcessGroupKwargs",
     },
     # Its strategy and DeepSpeed ask the device for its number.
     "lightning_fit.py": {
-        "DeepSpeedStrategy(config=CONFIG), devices=8,": "OnCPU("
+        'DeepSpeedStrategy(config=CONFIG), devices="auto",': "OnCPU("
         'config=CONFIG, parallel_devices=[torch.device("cpu", 0)]), num_nodes=2,',
-        'NAME = "': "class OnCPU(DeepSpeedStrategy):\n"
+        "class Module": "class OnCPU(DeepSpeedStrategy):\n"
         "    def setup_environment(self):\n        super(DeepSpeedStrategy, self).setup_environment()\n\n"
         "# Each rank is a host, because Lightning gives each rank of a host a device of its own.\nimport os\n"
-        'os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")\nNAME = "',
+        'os.environ.update(NODE_RANK=os.environ["RANK"], LOCAL_RANK="0")\n\n\nclass Module',
     },
 }
-PACKAGES = {"sft.py": "trl", "lightning_fit.py": "lightning"}
+PACKAGES = {"lightning_fit.py": "lightning"}
 
 
 def run(program, folder):
@@ -68,21 +60,21 @@ def page():
 
 
 @pytest.mark.parametrize("program", ON_CPU)
-def test_a_program_of_the_page_trains(tmp_path, program):
+def test_a_program_trains(tmp_path, program):
     """The page would show a program or a configuration that does not train as it stands."""
     for package in ("transformers", "accelerate", PACKAGES.get(program, "transformers")):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     model = runpy.run_path(str(ROOT / "examples" / "tiny.py"))["tiny_model"]()
     shutil.copytree(model, tmp_path / "model")
     files = {block.file: block.text for block in page() if block.file}
+    files["lightning_fit.py"] = (ROOT / "examples" / "lightning_fit.py").read_text()
     for name, text in files.items():
         for shown, on_cpu in ON_CPU.get(name, {}).items():
             assert shown in text, f"{name} no longer has {shown}"
             text = text.replace(shown, on_cpu, 1)
-        prefix = TRAINER_ON_CPU if CONFIGURED in text else ""
         # The learning rate is for a trained model.
         text = text.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")).replace("1e-4", "1e-2")
-        (tmp_path / name).write_text(prefix + text)
+        (tmp_path / name).write_text(text)
     finished = run(program, tmp_path)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]

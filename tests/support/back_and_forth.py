@@ -96,11 +96,13 @@ def _part(kind, folder, number, parts, options):
 
 
 def _state(engine):
-    """This rank's masters and optimizer states, as arrays, which other processes can read."""
-    optimizer, seen = engine.optimizer, {}
-    # Where masters are remainders, only the state dict has their values.
-    masters = optimizer.state_dict()["single_partition_of_fp32_groups"]
-    for index, (master, parameter) in enumerate(zip(masters, optimizer.single_partition_of_fp32_groups)):
-        tensors = {"master": master, **optimizer.state[parameter]}
+    """This rank's masters and optimizer states, as arrays, which other processes can read.
+
+    They are those of the state dict, which has the elements in DeepSpeed's order. All ranks call this.
+    """
+    saved, seen = engine.optimizer.state_dict(), {}
+    states = saved["base_optimizer_state"]["state"]
+    for index, master in enumerate(saved["single_partition_of_fp32_groups"]):
+        tensors = {"master": master, **states.get(index, {})}
         seen.update({f"{name} {index}": torch.as_tensor(value) for name, value in tensors.items()})
     return {name: value.detach().cpu().numpy().copy() for name, value in seen.items()}

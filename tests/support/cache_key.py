@@ -27,7 +27,7 @@ def key_of_an_edited(name, key):
 def key_of_a_graph(**parts):
     """Returns the key of a graph that optional parts split or rewrite."""
     reducer_module()
-    return ReduceGradPartitioner({}, 0, False, False, [], **parts).uuid()
+    return ReduceGradPartitioner({}, 0, False, False, **parts).uuid()
 
 
 def check_key_of_a_part(name, **parts):

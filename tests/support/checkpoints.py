@@ -160,15 +160,18 @@ def train(engine, run, numbers):
 
 
 def state(engine):
-    """All that a checkpoint has to keep of this rank's engine: clones of tensors, and numbers, by name."""
+    """All that a checkpoint has to keep of this rank's engine: clones of tensors, and numbers, by name.
+
+    Elements of partitions are in the order of DeepSpeed's checkpoints. All ranks call this.
+    """
     optimizer = engine.optimizer
     seen = {f"parameter {name}": value.clone() for name, value in engine.module.state_dict().items()}
     for index, (group, master) in enumerate(
         zip(optimizer.param_groups, optimizer.single_partition_of_fp32_groups, strict=True)
     ):
-        seen[f"master {index}"] = master.detach().clone()
+        seen[f"master {index}"] = in_base_order(optimizer, index, master.detach())
         for key, value in optimizer.state[master].items():
-            seen[f"{key} {index}"] = torch.as_tensor(value).clone()
+            seen[f"{key} {index}"] = in_base_order(optimizer, index, torch.as_tensor(value))
         for key in ("lr", "betas", "momentum"):
             if key in group:
                 seen[f"{key} {index}"] = torch.tensor(group[key], dtype=torch.float64)
@@ -176,6 +179,14 @@ def state(engine):
         seen[name] = torch.tensor(getattr(engine, name))
     seen["loss scale"] = torch.tensor(float(optimizer.loss_scale))
     return seen
+
+
+def in_base_order(optimizer, group, values):
+    """A copy of values, in the order of DeepSpeed's checkpoints if there is one for each element of the partition."""
+    orders = getattr(optimizer, "base_orders", None)
+    if orders is None or values.shape != optimizer.single_partition_of_fp32_groups[group].shape:
+        return values.clone()
+    return orders[group].to_base(values, values.device)
 
 
 def differing(actual, expected):

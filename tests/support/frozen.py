@@ -362,9 +362,7 @@ def late(delay):
 
     @shapes_no_graph
     def spoil(self):
-        # Others' parts of parameters in an OwnedShard are from before the last step, but look like parameters.
-        for part in (self.buffer, *_received(self)):
-            part.fill_(255)
+        self.buffer.fill_(255)
         give_back(self)
 
     unit.Unit._send, unit_memory.UnitMemory._give_back = send_late, spoil
@@ -377,9 +375,11 @@ def late(delay):
 def _received(of_unit):
     """Yields the memory into which a gather receives trained parameters of a unit, whose memory this is."""
     if of_unit.trained_part:
-        for owner, message in of_unit.trained_part.messages(of_unit.buffer):
-            if owner != of_unit._rank:
-                yield message
+        for of_group in of_unit.trained_part._groups:
+            memory = of_group.memory(of_unit.buffer)
+            for first, numel in of_group.runs():
+                shards = memory[first : first + numel].chunk(of_group.world)
+                yield from (shard for rank, shard in enumerate(shards) if rank != of_group.rank)
 
 
 class _Late:

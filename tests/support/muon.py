@@ -21,6 +21,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameter
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 
 from support import lifetime
+from support.checkpoints import in_base_order
 from support.models import VOCABULARY
 from support.training import (
     NOTHING,
@@ -295,7 +296,8 @@ def seen(module, engine):
     """Returns parameters, master weights and momentum of this rank."""
     if engine.optimizer.__class__.__name__.startswith("StepLocal"):
         wait_for_parameters(engine)
-    masters = [master.detach().clone() for master in engine.optimizer.single_partition_of_fp32_groups]
+    found = enumerate(engine.optimizer.single_partition_of_fp32_groups)
+    masters = [in_base_order(engine.optimizer, group, master.detach()) for group, master in found]
     # As vectors, because the base's model may have another shape for them.
     return (
         [parameter.detach().float().flatten().clone() for parameter in module.parameters()],
@@ -337,7 +339,7 @@ def _train_beside(training):
             transform = engine.optimizer._deepcompile.transform
             matrices = {} if transform is None else transform.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
-            owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
+            owners = [len(matrix.owners) for group in matrices.values() for matrix in group]
         engine.destroy()
     (expected, _, momentum), (actual, _, own_momentum) = ends
     before = [parameter.detach().float().flatten() for parameter in build(training).parameters()]

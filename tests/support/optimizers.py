@@ -65,11 +65,12 @@ def skip_without_kernel():
 def partition_of(optimizer, index=0, factor=None, new=None):
     """Returns a parameter group as the partition of one rank, with bf16 gradients and aligned memory of new values."""
     # This module has optimizers for other tests too, which run where this part was removed.
+    from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
     from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (parameter,) = optimizer.param_groups[index]["params"]
     new = torch.empty_like(parameter.data, dtype=torch.bfloat16) if new is None else new
-    return Partition(optimizer, index, 0, factor, torch.bfloat16, new, step_is_unpatched=True)
+    return Partition(optimizer, index, factor, torch.bfloat16, in_one_run(new), step_is_unpatched=True)
 
 
 class AdamInFp64:

@@ -3,25 +3,26 @@
 """A native reducer without an engine."""
 
 import itertools
+from unittest import mock
 
 import torch
 
-from deepspeed.compile.zero_1_and_2.layout import Layout, Place
+from deepspeed.compile.zero_1_and_2 import layout
 
 
 def register(reducer, process_group, parameters, flat=False, dtypes=None):
-    """Registers parameters that lie one after the other; returns the elements of a partition.
+    """Registers parameters; returns how many of their elements this rank's partition has.
+
+    Shards have a multiple of four elements, so that every rank has some of a small parameter, and others padding.
 
     ``flat``: as for ``add_group()``. ``dtypes``: those in which gradients are sent, if not all are fp32.
     """
-    firsts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-    places = [Place(parameter, first, parameter.numel()) for parameter, first in zip(parameters, firsts)]
     world, on = process_group.size(), parameters[0].device
-    layout = Layout(places, world, process_group.rank(), alignment=1)
-    group = reducer.add_group(process_group, world, layout.partition_numel, torch.float32, on, flat, None)
-    for index, (pieces, dtype) in enumerate(
-        zip(layout.by_parameter().values(), dtypes or itertools.repeat(torch.float32))
-    ):
-        numbers = [piece.numbers for piece in pieces]
-        reducer.register_parameter(group, f"parameter {index}", pieces[0].parameter, dtype, numbers)
-    return layout.partition_numel
+    with mock.patch.object(layout, "SHARD_MULTIPLE", 4):
+        sizes = [(parameter, parameter.numel()) for parameter in parameters]
+        cut = layout.Layout(sizes, world, process_group.rank())
+    group = reducer.add_group(process_group, world, cut.partition_numel, torch.float32, on, flat, None)
+    for index, (place, dtype) in enumerate(zip(cut.places, dtypes or itertools.repeat(torch.float32))):
+        name = f"parameter {index}"
+        reducer.register_parameter(group, name, place.parameter, dtype, place.shard, place.offset)
+    return sum(piece.numel for piece in cut.own_pieces())

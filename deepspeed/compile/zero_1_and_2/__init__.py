@@ -19,7 +19,7 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
 
     - ``bound``: gradient targets on the device, also while ``engine.offload_states()`` has moved them to the host.
     - ``on_host``: gradient targets in host memory, if the optimizer is there.
-    - ``pending``: gradients that wait in a bucket or are on their way to their owners.
+    - ``pending``: gradients that wait in a bucket or are being reduced.
     - ``bucket``: memory that was allocated for pending gradients.
     - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until their turn comes.
 
@@ -30,7 +30,7 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     - ``from_autograd``: gradients received from code that was not compiled.
     - ``out_of_turn``: gradients that came before their turn or after it.
     - ``buckets_sent``: buckets.
-    - ``messages_sent``: messages in these buckets, each to one owner.
+    - ``messages_sent``: messages in these buckets, each one reduction in which every rank gets its shards.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.

@@ -17,6 +17,7 @@ from typing import (
     Any,
     Callable,
     Collection,
+    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -40,9 +41,11 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from ..config import CompileConfig
+    from .gradient.native import Reducer
     from .graph.backend import Backend, Frame
     from .layout import Layout
     from .parameter.gather import AllGather
+    from .parameter.placement import Placement
     from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -164,6 +167,11 @@ class Feature:
         """Prepares the engine, and adds a function to ``context.undo`` that reverts each change.
         It must not call a collective, which a rank would miss whose set-up has raised."""
 
+    def carry(self, optimizer: "DeepSpeedZeroOptimizer", reducer: "Reducer") -> None:
+        """Called on every rank when all ranks have made their parts, before parameters move to our flat tensors. May
+        call collectives. Here a part puts a process group's carrier in place of its collectives: of gradients by
+        ``set_carrier()`` of the reducer, of parameters into ``carriers_of()`` the optimizer."""
+
     def commit(self) -> None:
         """Called on every rank when all ranks have made their parts and the optimizer has their methods. Makes changes
         that stay. Where it may raise on one rank, ranks compare errors (``every_rank_raises``), at the latest before
@@ -180,10 +188,14 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather.
     gather: Optional["AllGather"] = None
+    # Where gradients and new parameters lie, in place of the core's Placement.
+    placement: Optional["Placement"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
     # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
     meets_in_backward = False
+    # A subclass of EvenOrder: the optimizer keeps its methods for good, once elements are in our order.
+    in_our_order: Optional[type] = None
     # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 
@@ -192,14 +204,26 @@ class Feature:
         """Shards of parameters that neither the module nor the flat tensors hold, for pictures of memory."""
         return ()
 
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes that this process holds on the device and torch's allocator does not count, for peaks and pictures."""
+        return 0
+
     def rules(self, others: List["Rule"]) -> List["Rule"]:
         """Returns the rules that step partitions, in the order in which they are asked. Called once, before
         :meth:`commit`.
 
-        ``others`` are the rules of the parts before this one. The last of them makes the optimizer itself step ranges.
-        If no rule serves a partition, the optimizer steps the whole partition.
+        ``others`` are the rules of the parts before this one. If no rule serves a partition, the optimizer steps the
+        whole partition.
         """
         return others
+
+    def refuse(self) -> None:
+        """Called before a backward and before a step. Raises RuntimeError if the engine must not train."""
+
+    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
+        """Returns a context of the code of a step that changes parameters. ``engine``: None if it is gone."""
+        return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

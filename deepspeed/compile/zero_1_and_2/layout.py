@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the elements of a ZeRO-1/2 optimizer's parameters lie: in flat tensors, and in the partitions of ranks.
 
-Each parameter group has one flat tensor, in which each parameter lies in one place. The elements of the group are
-shared out among the ranks of its process group: each rank owns a partition, and all partitions have one size.
-:class:`Layout` says which elements are in which partition, as the base cuts them. Our code asks it alone.
+Each parameter group has one flat tensor, in which each parameter lies in one place. Each parameter is cut into equal
+shards, one for each rank of its process group: so every rank sends and receives as much as the others, whichever
+parameters are used together. A rank's partition is its shards of all parameters, one after the other. :class:`Layout`
+says which elements are in which partition. Our code asks it alone. On disk partitions are cut as the base cuts them.
 """
 
-import itertools
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -16,40 +16,47 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-
-class Place(NamedTuple):
-    """Where a parameter lies: ``numel`` elements from the element ``first`` of the flat tensor on."""
-
-    parameter: Parameter
-    first: int
-    numel: int
+# Each shard has a multiple of so many elements: a block of 8-bit states, and more than a kernel reads at a time.
+SHARD_MULTIPLE = 256
 
 
 class Piece(NamedTuple):
-    """The part of one parameter that lies in one partition. All numbers are in elements.
+    """A rank's shard of a parameter, without padding. All numbers are in elements.
 
-    ``owner`` is the rank, in the group's process group, that owns the partition. The piece has ``numel`` elements. It
-    begins at ``source_offset`` in the parameter, at ``offset`` in the partition, and at ``first`` in the flat tensor.
+    It begins at ``source_offset`` in the parameter, and at ``offset`` in the rank's partition.
     """
 
     parameter: Parameter
-    owner: int
     source_offset: int
     offset: int
-    first: int
     numel: int
 
-    @property
-    def numbers(self) -> Tuple[int, int, int, int]:
-        """What the reducer needs: owner, offsets in the parameter and in the partition, elements."""
-        return self.owner, self.source_offset, self.offset, self.numel
+
+class Place(NamedTuple):
+    """Where a parameter lies: ``numel`` elements from the element ``first`` of the flat tensor on.
+
+    There are ``shard`` elements for each rank's shard, which begins at ``offset`` in the rank's partition. The last
+    shards have padding, or nothing else.
+    """
+
+    parameter: Parameter
+    first: int
+    numel: int
+    shard: int
+    offset: int
+
+    def piece(self, rank: int) -> Piece:
+        """Returns the part of a rank of the group's process group. It may have no elements."""
+        source = min(rank * self.shard, self.numel)
+        numel = min(self.numel - source, self.shard)
+        return Piece(self.parameter, source, self.offset, numel)
 
 
 class ViewSpec(NamedTuple):
-    """One entry of ``averaged_gradients[group]``: a run of this rank's partition.
+    """One entry of ``averaged_gradients[group]``: a piece in this rank's partition, or the padding.
 
     ``offset`` (from the beginning of the partition) and ``numel`` are in elements. ``shape`` is the parameter's shape,
-    or None if the run is padding or only a part of a parameter.
+    or None if the entry is padding or only a part of a parameter.
     """
 
     offset: int
@@ -59,98 +66,70 @@ class ViewSpec(NamedTuple):
 
 
 class Layout:
-    """The layout of one parameter group, as DeepSpeed makes it: partition r is the r-th part of the flat tensor.
-
-    A parameter may straddle several partitions.
+    """The layout of one parameter group.
 
     Args:
-        places: the places of the group's parameters, in the order of the flat tensor.
+        parameters: (parameter, its number of elements), in the order of the flat tensor.
         world: the number of ranks in the group's process group.
         rank: this rank's number there.
-        alignment: the number of elements to a multiple of which each partition is padded.
 
     Attributes:
-        places: as above.
-        rank: as above.
+        places: the places of the parameters, in this order, without gaps but for the shards' padding.
+        world, rank: as above.
         partition_numel: elements of a partition, with padding.
-        first: where this rank's partition begins in the flat tensor, in elements.
-        pieces: the pieces of all parameters, in the order of the flat tensor. This is also the order of the pieces in
-            each partition.
     """
 
-    def __init__(self, places: Iterable[Place], world: int, rank: int, alignment: int):
-        self.places = list(places)
-        self.rank = rank
-        end = max((place.first + place.numel for place in self.places), default=0)
-        self.partition_numel = -(-end // (world * alignment)) * alignment
-        self.first = rank * self.partition_numel
-        self.pieces = [piece for place in self.places for piece in _cut(place, self.partition_numel)]
+    def __init__(self, parameters: Iterable[Tuple[Parameter, int]], world: int, rank: int):
+        self.world, self.rank = world, rank
+        self.places: List[Place] = []
+        offset = 0
+        for parameter, numel in parameters:
+            shard = -(-numel // (world * SHARD_MULTIPLE)) * SHARD_MULTIPLE
+            self.places.append(Place(parameter, world * offset, numel, shard, offset))
+            offset += shard
+        self.partition_numel = offset
+
+    @property
+    def flat_numel(self) -> int:
+        """Elements of the flat tensor."""
+        return self.world * self.partition_numel
 
     def own_pieces(self) -> Iterator[Piece]:
-        """Yields the pieces in this rank's partition, in its order."""
-        return (piece for piece in self.pieces if piece.owner == self.rank)
-
-    def by_parameter(self) -> Dict[int, List[Piece]]:
-        """Returns id of a parameter -> its pieces, which ascend."""
-        by_id = itertools.groupby(self.pieces, lambda piece: id(piece.parameter))
-        return {identity: list(pieces) for identity, pieces in by_id}
+        """Yields the pieces in this rank's partition that have elements, in its order."""
+        pieces = (place.piece(self.rank) for place in self.places)
+        return (piece for piece in pieces if piece.numel)
 
     def view_specs(self) -> List[ViewSpec]:
-        """Lists the runs that fill this rank's partition: pieces, and the padding between and after them."""
-        specs, filled = [], 0
+        """Lists the pieces in this rank's partition and, as in the base, one entry for its padding behind them."""
+        specs, padding = [], self.partition_numel
         for piece in self.own_pieces():
-            if piece.offset > filled:
-                specs.append(ViewSpec(filled, piece.offset - filled, None, is_padding=True))
             is_whole = piece.numel == piece.parameter.numel()
             specs.append(ViewSpec(piece.offset, piece.numel, piece.parameter.shape if is_whole else None))
-            filled = piece.offset + piece.numel
-        if filled < self.partition_numel:
-            specs.append(ViewSpec(filled, self.partition_numel - filled, None, is_padding=True))
+            padding -= piece.numel
+        if padding:
+            specs.append(ViewSpec(self.partition_numel - padding, padding, None, is_padding=True))
         return specs
 
 
-def _cut(place, partition_numel):
-    done = 0
-    while done < place.numel:
-        owner, offset = divmod(place.first + done, partition_numel)
-        numel = min(place.numel - done, partition_numel - offset)
-        yield Piece(place.parameter, owner, done, offset, place.first + done, numel)
-        done += numel
-
-
 def layouts_of(optimizer: DeepSpeedZeroOptimizer) -> List[Layout]:
-    """Returns the layout of each parameter group: that of the engine's state, or as DeepSpeed has made it."""
-    deepcompile = getattr(optimizer, "_deepcompile", None)
-    if deepcompile is not None:
-        return deepcompile.layouts
-    layouts = [
+    """Returns the layout of each parameter group: that of the engine's state, or the one that an engine would make."""
+    layouts: Optional[List[Layout]] = getattr(optimizer, "even_layouts", None)
+    if layouts is not None:
+        return layouts
+    return [
         Layout(
             # A parameter whose data was moved to the host has no elements.
-            [
-                Place(parameter, first, like.numel())
-                for parameter, first, like in zip(parameters, offsets, likes, strict=True)
-            ],
+            [(parameter, like.numel()) for parameter, like in zip(parameters, likes, strict=True)],
             dist.get_world_size(process_group),
             dist.get_rank(process_group),
-            optimizer.nccl_start_alignment_factor,
         )
-        for parameters, offsets, likes, process_group in zip(
+        for parameters, likes, process_group in zip(
             optimizer.round_robin_bit16_groups,
-            optimizer.round_robin_bit16_offsets,
             optimizer.round_robin_bit16_meta,
             optimizer.real_dp_process_group,
             strict=True,
         )
     ]
-    # The base has computed it too.
-    assert [layout.partition_numel for layout in layouts] == [int(numel) for numel in optimizer.partition_size]
-    return layouts
-
-
-def partition(optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
-    """Returns this rank's partition of a group's parameters, 1-D."""
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    return optimizer.parallel_partitioned_bit16_groups[group][rank].data
 
 
 def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:

@@ -337,7 +337,7 @@ def test_the_key_of_torchs_caches_has_the_budget():
 
     reducer_module()
     keys = [
-        ReduceGradPartitioner({}, 0, False, False, [], split=SplitWithin(budget)).uuid()
+        ReduceGradPartitioner({}, 0, False, False, split=SplitWithin(budget)).uuid()
         for budget in (None, 0.0, 0.5, 1.0, 0.5)
     ]
     assert len(set(keys)) == 4 and keys[2] == keys[4]

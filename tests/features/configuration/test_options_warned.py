@@ -123,7 +123,7 @@ def profile_reductions():
         pair.step(batch(0, 0, dist.get_rank(), 4))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             pair.step(batch(1, 0, dist.get_rank(), 4))
-        profiled = sum(event.name == "c10d::reduce_" for event in profile.events())
+        profiled = sum(event.name == "c10d::_reduce_scatter_base_" for event in profile.events())
         sent = gradient_counters(pair.engine)["messages_sent"]
         return [text for text in texts if "comms_logger" in text], profiled, sent, pair.end()
     finally:

@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.shard_parameters import feature, from_host, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 
+from support.checkpoints import in_base_order
 from support.frozen import MODELS, Body, Tied, freeze
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
@@ -98,7 +99,8 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
             engine.step()
             results.append(loss.detach())
     at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
-    results += [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+    masters = enumerate(engine.optimizer.single_partition_of_fp32_groups)
+    results += [in_base_order(engine.optimizer, group, each.detach()) for group, each in masters]
     with unsharded_parameters(engine):
         results += [each.detach().clone() for each in module.parameters()]
         engine.destroy()

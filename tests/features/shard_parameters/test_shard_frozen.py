@@ -1001,7 +1001,7 @@ def refused_states():
     module, engine = make("plain", {"compile": options}, deepcompile=False)
     before, lines = [each.detach().clone() for each in module.parameters()], []
     (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
-    states[master] = {**zeros(0, master), FORM: {"version": -1}}
+    states[master] = {**zeros(master), FORM: {"version": -1}}
     with mock.patch.object(logger, "warning", lines.append):
         said = outcome(engine.compile, backend="eager")
     whole = not any(isinstance(each, Resharded) for each in module.parameters())

@@ -3,6 +3,7 @@
 """An engine whose Adam steps in one pass trains as one without it, releases gradients, and sends parameters early."""
 
 import contextlib
+import dataclasses
 from typing import NamedTuple
 from unittest import mock
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from deepspeed.compile.features.update import adam
 from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
+from deepspeed.compile.features.update.own_ranges import OwnRanges
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
-from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
+from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -109,7 +111,8 @@ def test_an_engine_steps_in_one_pass(ranks, tmp_path, world, traced, varied):
     )
     traced = traced and device().type == "cpu"
     for both in ranks(world).run(train_both_ways, case, tmp_path, traced, between):
-        assert both.ranges > 10
+        # The kernel steps all ranges at once, but for what a gather sends first. Most steps in fp16 overflow.
+        assert both.ranges > (10 if device().type == "cpu" else 0)
         # A rounding of a master weight, of which each step has one, may round a parameter otherwise.
         assert both.error < ROUNDING[case.dtype] * both.moved + 5 * 2**-24 and both.moved > 1e-3, both
         assert both.states < 4 * ROUNDING[case.dtype], both
@@ -125,6 +128,8 @@ def gradients_in_one_pass(case):
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
     """A pass that kept its gradients would hold those of the whole model."""
+    if device().type != "cpu":
+        pytest.skip("on a GPU one kernel reads all gradients, and makes nothing beside them")
     case = Case(adam=True, dtype="bf16", model="RepeatedLayers")
     for counts in ranks(1).run(gradients_in_one_pass, case):
         assert counts == sorted(counts, reverse=True)
@@ -165,17 +170,16 @@ def test_one_pass_with_inductor(ranks):
     ]
 
 
-def order_of_a_step(case, owners=None, fails_on=None):
+def order_of_a_step(case, fails_on=None):
     """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent.
 
     Args:
         case: what to train for three steps.
-        owners: how many owners a unit may have on average before one collective gathers all; None: the default.
         fails_on: the rank that cannot compile the pass, or None.
     """
-    from deepspeed.compile.features.overlap_gather import gather
+    from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 
-    done = []
+    done, gather = [], OverlappedGather if case.config == OVERLAPPED else AllGather
 
     def noted(name, cls, method):
         function = getattr(cls, method)
@@ -183,11 +187,10 @@ def order_of_a_step(case, owners=None, fails_on=None):
 
     with (
         noted("stepped", AdamStep, "run"),
-        noted("first", gather.OverlappedGather, "start_first"),
-        noted("rest", gather.OverlappedGather, "start"),
+        noted("first", gather, "start_first"),
+        noted("rest", gather, "start"),
         updates_compiled_from(2 * ALIGN_NUMEL, 32),
         as_traced(device().type == "cpu"),
-        mock.patch.object(gather, "OWNERS_OF_A_UNIT", gather.OWNERS_OF_A_UNIT if owners is None else owners),
         raising_on(fails_on),
     ):
         module, engine = start(case)
@@ -234,11 +237,13 @@ def test_one_rank_cannot_compile_the_pass(ranks):
 
 
 def test_an_all_gather_waits_for_all_ranges(ranks):
-    """Where one collective gathers all parameters, it would send those that are not stepped yet."""
-    case = Case(adam=True, dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
-    for (done, total), (_, broadcast) in zip(
-        ranks(2).run(order_of_a_step, case, 0), ranks(2).run(order_of_a_step, case), strict=True
+    """Where all parameters are gathered at once, those would be sent that are not stepped yet."""
+    at_once = {"compile": {"overlap_param_gather": False}}
+    case = Case(adam=True, dtype="bf16", model="BlocksWithin", config=at_once)
+    overlapped = dataclasses.replace(case, config=OVERLAPPED)
+    for (done, total), (_, same) in zip(
+        ranks(2).run(order_of_a_step, case), ranks(2).run(order_of_a_step, overlapped), strict=True
     ):
         # There is nothing to send first.
-        assert done[0] == "first" and done.index("rest") == 1 + done.count("stepped"), done
-        assert total == broadcast
+        assert done[0] == "first" and done.index("rest") == 1 + done.count("stepped") > 1, done
+        assert total == same

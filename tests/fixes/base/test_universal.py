@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from core.test_checkpoints_converted import load_universal, save_for_other_ranks
+from features.checkpoints.test_checkpoints_converted import load_universal, save_for_other_ranks
 
 from support.checkpoints import Run, start
 from support.options import outcome

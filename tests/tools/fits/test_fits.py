@@ -14,6 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
+from deepspeed.compile.features.copy_engines.carrier import device_bytes
+from deepspeed.compile.features.shard_parameters import keep
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.tools.fits import __main__ as command
 from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
@@ -23,7 +25,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary
 from support.models import Stack
-from support.training import Case, batch, build, device, make_engine
+from support.training import Case, batch, build, device, make_engine, small_shards
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, MANY = 64, 48, 3, 80, 1024
 PLAIN = Mode("plain")
@@ -89,9 +91,10 @@ def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
     case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
     flat = subject_of(type(build(case))).flat
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
-        whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
-        bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
-        states = estimate.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
+        with small_shards(config):
+            whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
+            bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500, rank=rank).bound
+            states = estimate.states(flat, 2, Mode("", eight_bit=eight_bit, remainders=remainders))
         assert held == {"parameters": whole, **states, "gradients": bound}
 
 
@@ -296,6 +299,14 @@ def test_blocks_that_stay_whole():
     assert '"keep_gathered": "fit"' in ", ".join(less.lines) and "fit" in rows_that_keep("fit", memory=2.0)
 
 
+def test_blocks_that_stay_whole_by_default(monkeypatch):
+    """On many ranks the last block stays where the configuration says nothing, and would not be counted."""
+    assert (keep.kept_by_default(keep.KEEP_LAST_FROM - 1), keep.kept_by_default(keep.KEEP_LAST_FROM)) == (0, 1)
+    monkeypatch.setattr(estimate, "kept_by_default", lambda ranks: 4 * ranks)
+    rows = rows_that_keep(0, 8)
+    assert rows["0"].peak < rows["8"].peak == rows_that_keep(None)["None"].peak
+
+
 class Twice(Small):
     def forward(self, ids):
         return (self.body(ids) - self.body(ids + 1)).square().mean()
@@ -390,21 +401,40 @@ def test_fsdp2_holds_what_its_units_need():
     assert found.forward == found.at_rest + 10 + 2 * 100 + 2 * 100
 
 
-def test_the_last_rank_has_its_gradients_first():
-    """The rank whose partition is complete first would not be the one with the highest peak."""
-    flat = [nn.Parameter(torch.empty(1000, device="meta")) for _ in range(8)]
-    arrivals = [*reversed(range(8))]
-    halves = [gradients.send(flat, arrivals, 2, rank, bucket=1).arrived[3] for rank in (0, 1)]
-    assert halves[1] >= 3 * flat[0].nbytes > halves[0]
+def test_gradients_arrive_in_shards():
+    """The peak of a backward would lack shards that arrive beside a gradient on its way, or have gradients whole."""
+    flat = [nn.Parameter(torch.empty(1024, dtype=torch.bfloat16, device="meta")) for _ in range(8)]
+    whole, shard = 2048, 1024
+    sent = gradients.send(flat, [*reversed(range(8))], 2, bucket=1)
+    assert sent.arrived == [whole + shard + arrived * shard for arrived in range(8)]
+    assert sent.bound == 8 * shard
+
+
+@vary("stage", [1, 2])
+@vary("world", [2, 5, 40])
+def test_no_rank_needs_more_than_the_first(world, stage):
+    """A rank with a higher peak would be left out, because only the first rank is estimated."""
+    sizes = (1000, 7, 300 * 1024, 256 * 40, 1, 257 * 39, 512)
+    flat = [nn.Parameter(torch.empty(numel, dtype=torch.bfloat16, device="meta")) for numel in sizes]
+    arrivals = [*reversed(range(len(flat)))]
+    first, *others = (gradients.send(flat, arrivals, world, stage, 2, 3000, rank=rank) for rank in range(world))
+    for sent in others:
+        assert sent.bound <= first.bound and sent.before <= first.before
+        assert all(held <= of_first for held, of_first in zip(sent.arrived, first.arrived, strict=True))
+    assert first.bound + sum(sent.bound for sent in others) == 2 * sum(sizes)
+    # The rest of a rank's memory is the same on each.
+    layouts = [gradients.layout_of(flat, world, rank) for rank in range(world)]
+    assert len({(layout.partition_numel, layout.flat_numel) for layout in layouts}) == 1
 
 
 @vary("stage", [1, 2])
 def test_gradients_of_earlier_micro_batches(stage):
     """With accumulation, ZeRO-1 keeps whole gradients and ZeRO-2 a partition; the table would miss them."""
     flat = [nn.Parameter(torch.empty(1000, dtype=torch.bfloat16, device="meta")) for _ in range(4)]
-    sent = gradients.send(flat, [3, 2, 1, 0], 2, 0, stage, accumulation=3)
-    assert sent.before == 8000 // stage
-    assert sent.bound == 4000
+    sent = gradients.send(flat, [3, 2, 1, 0], 2, stage, accumulation=3)
+    # Of 1000 elements the first rank has 512.
+    assert sent.before == (8000, 4096)[stage - 1]
+    assert sent.bound == 4096
 
 
 def test_accumulation_has_a_row_for_each_stage():
@@ -509,8 +539,11 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     assert answer["trained"] == elements and (answer["micro_batch"], answer["accumulation"]) == (2, 2)
     first = answer["rows"][0]
     assert first["mode"] == "your configuration" and first["fits"] == "yes"
-    # bf16 parameters, and half of the masters and moments.
-    assert first["at_rest"] - estimate.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
+    # bf16 parameters, and half of the masters and moments, with padding.
+    padded = gradients.layout_of([*Small().parameters()], 2).flat_numel
+    assert elements < padded < 1.05 * elements
+    apart = estimate.WORKSPACES + device_bytes(2)
+    assert first["at_rest"] - apart == pytest.approx(2 * padded + 12 * padded // 2, rel=1e-3)
 
 
 @pytest.mark.follows("change that, or leave the configuration out")
@@ -578,7 +611,7 @@ def test_numbers_that_no_gpu_has(name, value, says):
 def test_a_model_that_cannot_be_traced(capsys, this_module):
     """The command would end with the traceback of a model whose code reads values, though its states are known."""
     printed = run(capsys, "--model", f"{this_module}:reads_values", "--gpus", 2)
-    assert "ReadsValues could not be traced (" in " ".join(printed.split()) and "above 0.1" in printed
+    assert "ReadsValues could not be traced (" in " ".join(printed.split()) and "above 0.3" in printed
     assert "Recommended: no mode, because activations are unknown." in printed and "yes" not in printed
 
 
@@ -686,15 +719,6 @@ def test_verdicts():
     taken = 80 - sum(answer.left_out.values())
     for part, verdict in ((1.01, "no"), (0.99, "tight"), (0.82, "tight"), (0.81, "yes")):
         assert answer.verdict(row._replace(peak=int(part * taken * estimate.GIB))) == verdict
-
-
-def test_the_rank_with_the_highest_peak(monkeypatch):
-    """The rank whose gradients make the peak would be left out."""
-    asked = []
-    send = gradients.send
-    monkeypatch.setattr(estimate, "send", lambda flat, *key: asked.append(key[2]) or send(flat, *key))
-    fits(Small, modes=[PLAIN], gpus=5, sequence=TOKENS)
-    assert asked == [*range(5)]
 
 
 class Conv1D(nn.Module):

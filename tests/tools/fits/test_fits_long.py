@@ -82,7 +82,7 @@ def highest(moments):
 def test_inputs_on_the_host():
     """Inputs would count on the device, or come back all at once, or the host's memory would not count."""
     here, away = (found(checkpoint=True, inputs_on_host=on_host) for on_host in (False, True))
-    # Two stay, as an H200 has shown: its peak of a forward is in docs/results/tables.md.
+    # Two stay, as an H200 has shown: its peak of a forward is in benchmarks/fits.py.
     gone = (LAYERS - 2) * INPUT
     assert here.forward[-1].after - away.forward[-1].after == gone
     assert highest(here.forward) - highest(away.forward) == gone

@@ -10,6 +10,7 @@ import itertools
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Dict, List, NamedTuple
 from unittest import mock
 
@@ -17,15 +18,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.tools.memory_picture import data
+from deepspeed.compile.tools.memory_picture import classify, data
 from deepspeed.compile.tools.memory_picture.__main__ import main
+from deepspeed.compile.tools.memory_picture.of_engine import tensors_of
 from deepspeed.compile.tools.memory_picture.record import flattened, storages
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.beside import logged
 from support.engines import batch, build
 from support.subclasses import Scaled
-from support.training import Case, engine_by_configuration, make_engine
+from support.training import Case, device, engine_by_configuration, make_engine
 
 LIBRARY_MISSING = "matplotlib draws the pictures: requirements/dev.txt"
 CASE = Case(model="RepeatedLayers", accumulation=2, dtype="bf16")
@@ -593,3 +595,41 @@ def test_the_memory_of_tensors_that_are_made_of_others():
     made = Scaled(torch.zeros(512, 2, dtype=torch.int8), torch.zeros(512, 1))
     kept = flattened([[made, None], torch.zeros(3)])
     assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [1024, 2048, 12]
+
+
+def parameters_of_sharded(case):
+    """Returns the bytes of parameters that a picture would show between steps, and those of this rank's partitions."""
+    torch._dynamo.reset()
+    engine = make_engine(build(case), case)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    held = sum(size for _, size, name in storages(tensors_of(engine), device().type) if name == data.PARAMETERS)
+    partitions = sum(2 * int(numel) for numel in engine.optimizer.partition_size)
+    engine.destroy()
+    return held, partitions
+
+
+def test_sharded_parameters_are_parameters(ranks):
+    """This rank's partition would be in the rest: neither the module nor the flat tensors hold it."""
+    case = Case(model="RepeatedLayers", dtype="bf16", config={"compile": {"shard_parameters": "all"}})
+    for held, partitions in ranks(2).run(parameters_of_sharded, case):
+        assert held >= partitions > 0
+
+
+def event_of(nanoseconds, name, **fields):
+    kind = torch._C._profiler._EventType.Allocation if fields else None
+    fields = SimpleNamespace(device=SimpleNamespace(type="cuda"), **fields)
+    return SimpleNamespace(
+        start_time_ns=nanoseconds, name=name, tag=kind, extra_fields=fields, start_tid=0, children=[]
+    )
+
+
+def test_memory_that_the_allocator_does_not_count():
+    """Parameters in mapped memory would hide the rest: a GPU's total would be less than what tensors hold."""
+    standing = {64: (1000, data.PARAMETERS), 128: (200, data.OPTIMIZER_STATES)}
+    # The allocator has the states, and other memory. It does not count parameters, and 50 bytes of no known tensor.
+    begins = event_of(0, f"{classify.MARK}forward{classify.BEGIN}")
+    allocated = event_of(1, "[memory]", ptr=256, alloc_size=30, total_allocated=237)
+    step = classify.read_events([begins, allocated], "cuda", standing, {}, uncounted=1050)
+    assert step.held[data.PARAMETERS][-1] == 1000 and step.held[data.OPTIMIZER_STATES][-1] == 200
+    assert (step.held[data.REST][0], step.sums()[-1]) == (57, 1287)

@@ -4,11 +4,14 @@
 
 import csv
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.tools.reports import monitors
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.models import Model
@@ -96,6 +99,20 @@ def test_monitors_get_counters_and_peaks(ranks, tmp_path):
     assert other[-1]["from_graphs"] == first[-1]["from_graphs"]
     on_gpu = {"Train_Samples_memory_peak_allocated", "Train_Samples_memory_peak_reserved"}
     assert {name for name in of_ours(found) if "memory" in name} == (on_gpu if device().type == "cuda" else set())
+
+
+def test_peaks_count_what_the_allocator_does_not(monkeypatch):
+    """A peak on GPUs would lack the parameters, where these lie in memory that ranks map."""
+    accelerator = mock.Mock(**{"max_memory_allocated.return_value": 100, "max_memory_reserved.return_value": 150})
+    features = [SimpleNamespace(uncounted_bytes=count) for count in (0, 7)]
+    state = SimpleNamespace(reducer=mock.Mock(**{"counters.return_value": {}}), features=features)
+    monkeypatch.setattr(monitors, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(monitors, "state_of", lambda engine: state)
+    engine = mock.Mock(global_steps=2, global_samples=8, **{"steps_per_print.return_value": 1})
+    monitors.write_counters(engine)
+    (events,) = engine.monitor.write_events.call_args.args
+    prefix = "Train/Samples/memory/"
+    assert events == [(f"{prefix}peak_allocated", 107, 8), (f"{prefix}peak_reserved", 157, 8)]
 
 
 def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):

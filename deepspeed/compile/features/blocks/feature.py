@@ -11,12 +11,14 @@ from torch.nn import Module
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
 from .block_calls import Around, take_over_compiled
 from .choose_blocks import choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
 from .guards import guard_all
+from .lookalikes import LEFT, partially_trained_lookalikes
 from .options import set_for_blocks
 
 if TYPE_CHECKING:
@@ -69,6 +71,10 @@ class Blocks(Feature):
         module, compile_kwargs, undo = context.module, context.request.compile_kwargs, context.undo
         compile_blocks.refuse_blocks_of_others(module)
         take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
+        left = partially_trained_lookalikes(module, registered_parameters(context.optimizer))
+        if left:
+            warn(LEFT.format(len(left)))
+        context.backend.left_to_autograd.update(map(id, left))
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
         context.backend.compiled_modules = 1 + len(blocks)

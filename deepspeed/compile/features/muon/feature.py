@@ -88,7 +88,7 @@ def _unsupported_matrices(optimizer):
                     f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
                     "set it to None"
                 )
-    cut = [len(matrix.parts) for matrices in matrices_by_group.values() for matrix in matrices]
+    cut = [len(matrix.owners) for matrices in matrices_by_group.values() for matrix in matrices]
     owners, count = sum(cut), len(cut)
     if owners > 2 * count:
         yield (

@@ -5,15 +5,16 @@
 An update overwrites its gradient. The rest of the step treats each element by itself, so other rules run it
 (``stand_in.py``).
 
-Every rank that owns a part of a matrix computes the update of the whole matrix, as DeepSpeed without DeepCompile does.
-The boundaries between n partitions cut at most n - 1 matrices of a parameter group, whose owners send each other their
-parts once. A single owner that computes such a matrix for the others would save each rank about one matrix, but would
-have to send the update back in a second exchange that all owners wait for.
+Each matrix has owners, which compute its update: the ranks in whose partitions DeepSpeed would have a part of it. So
+they keep the momentum that DeepSpeed's checkpoints have. Most matrices have one owner; the boundaries between n
+partitions give at most n - 1 of them several, which all compute the update. In memory each rank has a shard of each
+matrix (``layout.py``). So in rounds, each of a batch of matrices for each rank, ranks send owners the shards of
+gradients, and owners send back those of updates.
 """
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -21,6 +22,7 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout
+from ..checkpoints.order import base_orders
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -34,21 +36,14 @@ BATCH_NUMEL = 2**25
 COMPILATIONS = 64
 
 
-class Part(NamedTuple):
-    """The elements [first, last) of a matrix, which lie in the partition of rank ``owner``."""
-
-    owner: int
-    first: int
-    last: int
-
-
 class Matrix(NamedTuple):
-    """A parameter that Muon orthogonalizes, and its parts in ascending order. Does not hold the parameter."""
+    """A parameter that Muon orthogonalizes. Does not hold the parameter."""
 
     name: str
     size: torch.Size
     heads: Optional[int]  # number of heads, groups of rows that are orthogonalized by themselves, or None
-    parts: List[Part]
+    owners: List[int]  # the ranks that compute its update, ascending
+    shards: List[Tuple[int, int]]  # of each rank: its first element in the matrix, and how many it has
 
     @property
     def numel(self) -> int:
@@ -81,15 +76,20 @@ def matrices_of(optimizer: "DeepSpeedZeroOptimizer", layouts: List[Layout]) -> D
     """
     inner = optimizer.optimizer
     chosen = [index for index, group in enumerate(inner.param_groups) if is_muon(inner) and group["use_muon"]]
-    return {group: list(_matrices(optimizer, layouts[group])) for group in chosen}
+    if not chosen:
+        return {}
+    orders = base_orders(optimizer, layouts)
+    return {group: list(_matrices(optimizer, orders[group])) for group in chosen}
 
 
-def _matrices(optimizer, layout):
-    for pieces in layout.by_parameter().values():
-        parameter = pieces[0].parameter
-        parts = [Part(piece.owner, piece.source_offset, piece.source_offset + piece.numel) for piece in pieces]
+def _matrices(optimizer, order):
+    for first, place in zip(order.firsts, order.layout.places, strict=True):
+        parameter = place.parameter
+        owners = range(first // order.numel, (first + place.numel - 1) // order.numel + 1)
+        pieces = [place.piece(rank) for rank in range(order.layout.world)]
         heads = getattr(parameter, "muon_num_heads", None)
-        yield Matrix(optimizer.param_names[parameter], parameter.shape, heads, parts)
+        shards = [(piece.source_offset, piece.numel) for piece in pieces]
+        yield Matrix(optimizer.param_names[parameter], parameter.shape, heads, [*owners], shards)
 
 
 def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
@@ -129,51 +129,81 @@ class Orthogonalizer:
                 self._run(optimizer, group)
 
     def _run(self, optimizer, group):
-        process_group = optimizer.real_dp_process_group[group]
-        rank = dist.get_rank(process_group)
-        matrices = [matrix for matrix in self.matrices[group] if any(part.owner == rank for part in matrix.parts)]
-        gradients = [view.view(-1) for view in optimizer.averaged_gradients[group].without_padding()]
+        process_group, matrices = optimizer.real_dp_process_group[group], self.matrices[group]
+        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        own = iter(optimizer.averaged_gradients[group].without_padding())
+        gradients = {index: next(own).view(-1) for index, matrix in enumerate(matrices) if matrix.shards[rank][1]}
         like = optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype)
-        # All ranks of the process group exchange parts, or none.
-        received = {}
-        if any(len(matrix.parts) > 1 for matrix in self.matrices[group]):
-            received = _exchange(process_group, matrices, gradients, like)
-        if not matrices:
-            return
+        batches = [self._batches(matrices, owner) for owner in range(world)]
         settings = optimizer.optimizer.param_groups[group]
-        momentum = _momentum(optimizer, group, sum(matrix.numel for matrix in matrices), like)
-        for batch in self._batches(matrices):
-            numel = matrices[batch.start].numel
-            momentum_of_batch, momentum = momentum[: len(batch) * numel], momentum[len(batch) * numel :]
-            shape = (-1, *matrices[batch.start].shape)
-            memory = like.new_empty(len(batch), numel)
-            places, sources, targets, updates = [], [], [], []
-            for row, index in zip(memory, batch, strict=True):
-                for part in matrices[index].parts:
-                    place = row[part.first : part.last]
-                    is_own = part.owner == rank
-                    places.append(place)
-                    sources.append(gradients[index] if is_own else received.pop((index, part.owner)))
-            torch._foreach_copy_(places, sources)
-            # Free the received parts, whose memory Newton-Schulz may use.
-            del sources
-            update = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(len(batch), numel)
-            for row, index in zip(update, batch, strict=True):
-                (part,) = (part for part in matrices[index].parts if part.owner == rank)
-                targets.append(gradients[index])
-                updates.append(row[part.first : part.last])
-            torch._foreach_copy_(targets, updates)
+        momentum = like
+        if batches[rank]:
+            numel = sum(matrices[index].numel for batch in batches[rank] for index in batch)
+            momentum = _momentum(optimizer, group, numel, like)
+        # Updates of matrices that another owner has not seen the gradient of yet.
+        late: List[Tuple[torch.Tensor, torch.Tensor]] = []
+        for number in range(max(map(len, batches))):
+            of_ranks = [of_rank[number] if number < len(of_rank) else [] for of_rank in batches]
+            sent = [[(index, gradients.get(index, like)) for index in of_ranks[owner]] for owner in range(world)]
+            awaited = [[matrices[index].shards[other] for index in of_ranks[rank]] for other in range(world)]
+            received = _exchange(process_group, sent, [[numel for _, numel in part] for part in awaited], like)
+            updates = []
+            if of_ranks[rank]:
+                batch = of_ranks[rank]
+                memory = like.new_empty(len(batch), matrices[batch[0]].numel)
+                places = [
+                    row.narrow(0, first, numel)
+                    for part in awaited
+                    for row, (first, numel) in zip(memory, part, strict=True)
+                ]
+                torch._foreach_copy_(places, received)
+                # Free what came, whose memory Newton-Schulz may use.
+                del received
+                momentum_of_batch, momentum = momentum[: memory.numel()], momentum[memory.numel() :]
+                shape = (-1, *matrices[batch[0]].shape)
+                updated = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(memory.shape)
+                updates = [
+                    [
+                        (index, row.narrow(0, *matrices[index].shards[other]))
+                        for row, index in zip(updated, batch, strict=True)
+                        if matrices[index].owners[0] == rank
+                    ]
+                    for other in range(world)
+                ]
+            else:
+                updates = [[] for _ in range(world)]
+            # The first owner of each matrix sends its update.
+            targets = [
+                [
+                    (index, gradients.get(index, like))
+                    for index in of_ranks[owner]
+                    if matrices[index].owners[0] == owner
+                ]
+                for owner in range(world)
+            ]
+            sizes = [[target.numel() for _, target in of_owner] for of_owner in targets]
+            received = _exchange(process_group, updates, sizes, like)
+            for (index, target), update in zip(itertools.chain(*targets), received, strict=True):
+                if len(matrices[index].owners) > 1:
+                    late.append((target, update))
+                else:
+                    target.copy_(update)
+        for target, update in late:
+            target.copy_(update)
 
-    def _batches(self, matrices: List[Matrix]) -> Iterator[range]:
-        """Yields the indices of matrices to orthogonalize together: neighbours of one shape, whose momentum is
-        contiguous. DeepSpeed sorts a group by shape, so all matrices of a shape are neighbours."""
-        first = 0
-        while first < len(matrices):
-            limit = max(1, self._batch_numel // matrices[first].numel)
-            kinds = [(matrix.numel, matrix.shape) for matrix in matrices[first : first + limit]]
-            last = first + sum(1 for _ in itertools.takewhile(kinds[0].__eq__, kinds))
-            yield range(first, last)
-            first = last
+    def _batches(self, matrices: List[Matrix], owner: int) -> List[List[int]]:
+        """Lists the indices of matrices that an owner orthogonalizes together: neighbours of one shape, whose momentum
+        is contiguous. DeepSpeed sorts a group by shape, so all matrices of a shape are neighbours."""
+        batches: List[List[int]] = []
+        for index, matrix in enumerate(matrices):
+            if owner not in matrix.owners:
+                continue
+            last = matrices[batches[-1][-1]] if batches else None
+            limit = max(1, self._batch_numel // matrix.numel)
+            if last is None or (last.numel, last.shape) != (matrix.numel, matrix.shape) or len(batches[-1]) >= limit:
+                batches.append([])
+            batches[-1].append(index)
+        return batches
 
 
 def _update(gradient, momentum, settings):
@@ -202,37 +232,28 @@ def _momentum(optimizer, group, numel, like):
     return state[MOMENTUM]
 
 
-def _exchange(process_group, matrices, gradients, like):
-    """Sends this rank's part of each matrix to the matrix's other owners.
+def _exchange(process_group, sent, awaited, like):
+    """Sends parts of matrices to other ranks. All ranks of the process group call it.
 
     Args:
-        process_group: the parameter group's process group. All its ranks make this call.
-        matrices: the matrices of which this rank owns a part.
-        gradients: the gradient of this rank's part of each matrix, 1-D.
+        sent: for each rank, (index of the matrix, part), each 1-D.
+        awaited: for each rank, the elements of each part that comes from it.
         like: an empty tensor of the dtype and on the device of gradients.
 
     Returns:
-        (index in ``matrices``, owner) -> the gradient of that owner's part, 1-D.
+        the parts that have come, 1-D, in the order of ranks.
     """
-    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-    sent: List[List[torch.Tensor]] = [[] for _ in range(world)]
-    awaited: List[List[Tuple[int, Part]]] = [[] for _ in range(world)]
-    for index, matrix in enumerate(matrices):
-        for part in matrix.parts:
-            if part.owner != rank:
-                sent[part.owner].append(gradients[index])
-                awaited[part.owner].append((index, part))
-    in_order = list(itertools.chain(*awaited))
-    sizes = [part.last - part.first for _, part in in_order]
+    sizes = list(itertools.chain(*awaited))
+    outgoing = torch.cat([like, *(part for of_rank in sent for _, part in of_rank)])
+    if len(sent) == 1:
+        return list(outgoing.split(sizes))
     memory = like.new_empty(sum(sizes))
-    with collective("exchange the parts of matrices that boundaries of partitions cut"):
+    with collective("exchange the parts of matrices"):
         dist.all_to_all_single(
             memory,
-            torch.cat([like, *itertools.chain(*sent)]),
-            output_split_sizes=[sum(part.last - part.first for _, part in parts) for parts in awaited],
-            input_split_sizes=[sum(part.numel() for part in parts) for parts in sent],
+            outgoing,
+            output_split_sizes=[sum(of_rank) for of_rank in awaited],
+            input_split_sizes=[sum(part.numel() for _, part in of_rank) for of_rank in sent],
             group=process_group,
         )
-    return {
-        (index, part.owner): gradient for (index, part), gradient in zip(in_order, memory.split(sizes), strict=True)
-    }
+    return list(memory.split(sizes))

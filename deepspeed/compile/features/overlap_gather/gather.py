@@ -6,47 +6,38 @@ Code that reads or writes a parameter that is being gathered waits (``arriving.p
 parameters that have arrived, so ``feature.py`` waits before compiled code runs.
 """
 
-import contextlib
 import threading
 import weakref
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, Iterator, List, Set, Tuple
+from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, List, Set, Tuple
 
-import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.layout import Layout, partition
+from ...zero_1_and_2.layout import Layout, Place
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .arriving import Arrival, can_be_marked, mark, unmark
 from .kept_memory import KeptMemory
-from .runs import Run, runs
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
-
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# The most owners of a unit on average. NCCL runs as many broadcasts at once as it has channels, usually 16, and a few
-# units have far more owners than the average.
-OWNERS_OF_A_UNIT = 12
 KEPT = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
     "keep the parameters instead"
 )
 
 
-def broadcasts_pay(units: List[List[Run]]) -> bool:
-    """Whether to broadcast units under the next forward, rather than to gather all partitions with one collective.
-
-    Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If they are more
-    than can broadcast at once, the broadcasts take longer than the forward (``benchmarks/scale.py`` computes this).
-    """
-    return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
+def spans_of(places: Iterable[Place]) -> List[Tuple[int, int]]:
+    """Lists the spans of parameters' shards in a rank's partition, [first, last) in elements. ``places`` ascend."""
+    spans: List[Tuple[int, int]] = []
+    for place in places:
+        begin = spans.pop()[0] if spans and spans[-1][1] == place.offset else place.offset
+        spans.append((begin, place.offset + place.shard))
+    return spans
 
 
 class OverlappedGather(AllGather):
@@ -55,9 +46,8 @@ class OverlappedGather(AllGather):
     Args:
         optimizer: a ZeRO-1/2 optimizer.
         layouts: where its parameters lie.
-        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. The
-            owner of each run of a unit sends the run, and all runs of a unit are one group of collectives. A forward
-            waits for a whole unit. If units have too many owners, one collective gathers all partitions instead.
+        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
+            forward waits for a whole unit.
         unseen: ids of parameters that C++ code reads without waiting. A step waits for their units.
     """
 
@@ -77,9 +67,12 @@ class OverlappedGather(AllGather):
             if any(id(parameter) in unseen or not can_be_marked(parameter) for parameter in unit)
         ]
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
-        self._runs = [runs(layouts, unit) for unit in units]
-        self._broadcasts = broadcasts_pay(self._runs)
-        # Number of a unit that is being gathered -> its collectives that nobody has waited for.
+        # Unit -> parameter group -> where its parameters in the group lie, in the order of the flat tensor.
+        self._places: List[List[List[Place]]] = [[[] for _ in layouts] for _ in units]
+        for group, layout in enumerate(layouts):
+            for place in layout.places:
+                self._places[self._unit_of[id(place.parameter)]][group].append(place)
+        # Number of a unit that is being gathered -> what is on its way that nobody has waited for.
         self._works: Dict[int, list] = {}
         # Two threads of the caller may read one parameter.
         self._lock = threading.RLock()
@@ -106,11 +99,7 @@ class OverlappedGather(AllGather):
 
         A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
         """
-        if not self._broadcasts:
-            return []
-        layout = self._optimizer()._deepcompile.layouts[group]
-        own = [run for run in self._runs[0] if run.group == group and run.owner == layout.rank]
-        return sorted((run.first - layout.first, run.last - layout.first) for run in own)
+        return spans_of(self._places[0][group])
 
     def start_first(self) -> None:
         """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
@@ -119,10 +108,9 @@ class OverlappedGather(AllGather):
             DistBackendError: if a collective failed, for example because another rank died.
         """
         self.wait_all()
-        if self._broadcasts:
-            with collective(PURPOSE):
-                self._note_sent(0, self._broadcast(self._runs[0]))
-            self._sent_first = True
+        with collective(PURPOSE):
+            self._note_sent(0, self._gather(0))
+        self._sent_first = True
 
     def start(self) -> None:
         """Called on every rank when the partitions hold their new values. Returns while parameters are being sent.
@@ -134,14 +122,8 @@ class OverlappedGather(AllGather):
             self.start_first()
         self._sent_first = False
         with collective(PURPOSE):
-            if self._broadcasts:
-                for index, unit in enumerate(self._runs[1:], start=1):
-                    self._note_sent(index, self._broadcast(unit))
-            else:
-                works = self._gather_all()
-                # Each unit waits for the same collectives.
-                for index in range(len(self._runs)):
-                    self._note_sent(index, list(works))
+            for index in range(1, len(self._places)):
+                self._note_sent(index, self._gather(index))
         self.wait(sorted(self._works) if self._is_kept else self._not_overlapped)
 
     def _note_sent(self, unit, works):
@@ -154,30 +136,10 @@ class OverlappedGather(AllGather):
     def _living(self, unit):
         return [parameter for reference in self._parameters[unit] if (parameter := reference()) is not None]
 
-    def _broadcast(self, unit):
-        """Returns the works of the broadcasts of one unit."""
-        optimizer, works = self._optimizer(), []
-        for process_group, group_runs in groupby(unit, lambda run: optimizer.real_dp_process_group[run.group]):
-            # A single rank has nobody to send to.
-            if dist.get_world_size(process_group) == 1:
-                continue
-            with grouped(process_group, optimizer.bit16_groups_flat[unit[0].group].device) as group_works:
-                for group, first, last, owner in group_runs:
-                    elements = optimizer.bit16_groups_flat[group].narrow(0, first, last - first)
-                    source = dist.get_global_rank(process_group, owner)
-                    group_works.append(dist.broadcast(elements, src=source, group=process_group, async_op=True))
-            works += group_works
-        return works
-
-    def _gather_all(self):
-        """Returns the works of the collectives that gather all partitions, one for each parameter group."""
-        optimizer = self._optimizer()
+    def _gather(self, unit):
+        """Returns what to wait for until one unit is gathered."""
         return [
-            dist.all_gather_into_tensor(flat, partition(optimizer, group), group=process_group, async_op=True)
-            for group, (flat, process_group) in enumerate(
-                zip(optimizer.bit16_groups_flat, optimizer.real_dp_process_group, strict=True)
-            )
-            if dist.get_world_size(process_group) > 1
+            work for group, places in enumerate(self._places[unit]) if places for work in self.begin(group, places)
         ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
@@ -198,6 +160,10 @@ class OverlappedGather(AllGather):
                 for index in units:
                     self.receive(index)
                     self._give_back(index)
+                # From here on, nothing tells that the caller writes a parameter, for example between a forward and its
+                # backward.
+                if not self._works:
+                    self.before_write()
 
     def receive(self, unit: int) -> None:
         """Does :meth:`wait` for one unit, but its parameters keep the class that makes readers wait."""
@@ -205,7 +171,7 @@ class OverlappedGather(AllGather):
             works = self._works.get(unit, [])
             elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
             while works:
-                # Drop a broadcast only after its wait succeeded. If a wait raised, every later wait must raise too,
+                # Drop a work only after its wait succeeded. If a wait raised, every later wait must raise too,
                 # because the parameters must not be used.
                 with collective(PURPOSE):
                     works[-1].wait()
@@ -224,6 +190,7 @@ class OverlappedGather(AllGather):
     def arrive(self, unit: int) -> None:
         """Does :meth:`wait` for one unit, when code reads or writes one of its parameters."""
         self.wait((unit,))
+        self.before_write()
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:
@@ -233,7 +200,8 @@ class OverlappedGather(AllGather):
         """Waits for every unit that is being gathered."""
         # A step that was interrupted may have sent its first unit.
         self._sent_first = False
-        self.wait(sorted(self._works))
+        if self._works:
+            self.wait(sorted(self._works))
 
     def close(self) -> None:
         """Waits for every unit, and restores the class of all parameters, even if some cannot be received.
@@ -246,25 +214,3 @@ class OverlappedGather(AllGather):
         finally:
             for unit in list(self._works):
                 self._give_back(unit)
-
-
-@contextlib.contextmanager
-def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
-    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
-
-    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
-
-    Yields:
-        a list to which the caller appends the collectives' works. After the context, the list holds the works to wait
-        for: one of the whole group, or the appended ones.
-    """
-    works: List["Work"] = []
-    if not process_group._get_backend(device).supports_coalescing:
-        yield works
-        return
-    process_group._start_coalescing(device)
-    try:
-        yield works
-    finally:
-        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
-        works[:] = [process_group._end_coalescing(device)]

@@ -50,6 +50,8 @@ def _others(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]
         *optimizer.parallel_partitioned_bit16_groups[group],
         *(link.lp_fragment for link in links if link is not None),
     ]
+    # A view keeps the tensor of which it is one.
+    tensors += [tensor._base for tensor in tensors if tensor._base is not None]
     of_parameters = {id(parameter) for parameter in parameters}
     return list({id(tensor): tensor for tensor in tensors if id(tensor) not in of_parameters}.values())
 

@@ -61,9 +61,8 @@ class Comparison:
         self._at = self.at = At(number % UNIT_ID_STRIDE, name)
         # The host sends nothing to a GPU for each comparison.
         self._made: Dict[At, torch.Tensor] = {}
-        self._world = dist.get_world_size(process_group)
-        # Of the comparison that was started last: this rank's number, those of all ranks, and the collective.
-        self._number: Any = None
+        # Of the comparison that was started last: the largest number of any rank, the largest negated one, and the
+        # collective.
         self._numbers: Any = None
         self._work: Any = None
 
@@ -78,11 +77,10 @@ class Comparison:
         self._at = at or self.at
         if self._at not in self._made:
             number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
-            self._made[self._at] = torch.tensor([number], device=self._device)
-        self._number = self._made[self._at]
+            self._made[self._at] = torch.tensor([number, -number], device=self._device)
         # Other memory each time: another stream may still compare what an earlier collective brought.
-        self._numbers = self._number.new_empty(self._world)
-        self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
+        self._numbers = self._made[self._at].clone()
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
         """Whether all ranks have sent their numbers."""
@@ -107,7 +105,8 @@ class Comparison:
         if not self._numbers.is_cpu:
             # The memory belongs to the stream that was current in start().
             self._numbers.record_stream(get_accelerator().current_stream())
-        same = (self._numbers == self._number).all()
+        # The largest number is the least one.
+        same = self._numbers.sum() == 0
         if same.is_cpu and not same:
             # Every later wait raises too.
             raise torch.distributed.DistBackendError(self._at.different())

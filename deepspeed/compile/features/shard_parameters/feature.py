@@ -3,7 +3,7 @@
 """Keeps a part of the blocks' parameters on each rank (``compile.shard_parameters``)."""
 
 import weakref
-from typing import TYPE_CHECKING, Container, ContextManager, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Container, Iterator, Optional, Sequence
 
 import torch
 
@@ -18,7 +18,7 @@ from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks
 from .generation import synchronize_generation
-from .keep import STEPS_BEFORE
+from .keep import STEPS_BEFORE, kept_by_default
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -55,8 +55,11 @@ class ShardedGather(AllGather):
                 "cannot move it to the host; name other states in include=[...]"
             )
 
-    def linking(self) -> ContextManager:
-        return self._sharded.linking()
+    def take_changes(self) -> None:
+        self._sharded.take_changes()
+
+    def wait_all(self) -> None:
+        self.take_changes()
 
 
 class GathersInBackward(_NextClass):
@@ -105,6 +108,8 @@ class ShardParameters(Feature):
         context.undo.callback(self.sharded.close)
         context.backend.rewrites.append(SaveByHooks.of_parameters)
         kept = context.request.options.keep_gathered
+        if kept is None and shards_all:
+            kept = kept_by_default(dist.get_world_size(group))
         self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
         self.sharded.whole.most_kept = kept if isinstance(kept, int) else 0
         if not self.sharded.units:

@@ -3,7 +3,7 @@
 """Cuts a model on the host, parameter by parameter, while the ZeRO-1/2 optimizer is made.
 
 DeepSpeed has the whole model on the device, and then its flat tensors beside it. Here each trained parameter comes to
-the device by itself, from the first rank, and each rank keeps what it owns. So a device has its partition and one
+the device by itself, from the first rank, and each rank keeps its shard. So a device has its partition and one
 parameter, and the model need not fit there. The other ranks need no values: their model may be on the meta device.
 """
 
@@ -20,8 +20,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.layout import Layout, Place
-from .partitions import OwnedShard
+from ...zero_1_and_2.layout import Layout, layouts_of
+from ...zero_1_and_2.step.even_order import adopt
 from .private_torch import become
 
 PURPOSE = "cut a model on the host"
@@ -90,9 +90,8 @@ class _Cutting(DeepSpeedZeroOptimizer):
     """The optimizer while it is made. Its flat tensors have no memory, and this rank's partitions have their own."""
 
     def __init__(self, *args, **kwargs):
-        self.own_partitions = {}  # number of a parameter group -> tensor
+        self.own_partitions = {}  # number of a parameter group -> tensor, in our order
         super().__init__(*args, **kwargs)
-        del self.own_partitions
 
     def flatten_dense_tensors_aligned(self, parameters, alignment, use_cpu_data=False, param_padding=None):
         # Called for one group after the other.
@@ -108,23 +107,19 @@ class _Cutting(DeepSpeedZeroOptimizer):
 
         dtype = functools.reduce(torch.promote_types, (values(parameter).dtype for parameter in parameters))
         shapes = [values(parameter).shape for parameter in parameters]
-        offsets = self.round_robin_bit16_offsets[group]
-        places = [
-            Place(parameter, first, shape.numel()) for parameter, first, shape in zip(parameters, offsets, shapes)
-        ]
-        layout = Layout(places, world, rank, alignment // world)
-        shard = OwnedShard(layout, dtype.itemsize)
-        self.own_partitions[group] = shard.allocate(dtype, device)
+        layout = Layout([(held, shape.numel()) for held, shape in zip(parameters, shapes, strict=True)], world, rank)
+        own = self.own_partitions[group] = torch.zeros(layout.partition_numel, dtype=dtype, device=device)
         # What is read of a parameter before it is sharded is no number.
-        flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(world * layout.partition_numel)
-        for (parameter, first, numel), shape in zip(places, shapes, strict=True):
+        flat = torch.full((1,), torch.nan, dtype=dtype, device=device).expand(layout.flat_numel)
+        for place, shape in zip(layout.places, shapes, strict=True):
+            parameter, piece = place.parameter, place.piece(rank)
             if rank == 0:
                 sent = values(parameter).to(device, dtype).reshape(-1)
             else:
-                sent = torch.empty(numel, dtype=dtype, device=device)
+                sent = torch.empty(place.numel, dtype=dtype, device=device)
             with collective(PURPOSE):
                 dist.broadcast(sent.view(torch.uint8), src=source, group=process_group)
-            shard.write(first, sent)
+            own.narrow(0, piece.offset, piece.numel).copy_(sent.narrow(0, piece.source_offset, piece.numel))
             # The host's memory, too, is given back parameter by parameter.
             parameter.data = flat[:1].expand(shape)
             if use_cpu_data:
@@ -154,6 +149,10 @@ def make_optimizer(module: Module, *args: Any, **kwargs: Any) -> DeepSpeedZeroOp
     """
     optimizer = _Cutting(*args, **kwargs)
     optimizer.__class__ = DeepSpeedZeroOptimizer  # type: ignore[assignment]
+    if optimizer.own_partitions:
+        # A checkpoint may be loaded before the engine is compiled.
+        groups = enumerate(optimizer.optimizer.param_groups)
+        adopt(optimizer, layouts_of(optimizer), [index for index, group in groups if group.get("use_muon")])
     process_group, device = optimizer.dp_process_group, torch.device(get_accelerator().current_device_name())
     has = {id(parameter) for group in optimizer.bit16_groups for parameter in group}
     for parameter in module.parameters():

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How many blocks may stay whole from their forward to their backward (``compile.keep_gathered: "fit"``)."""
+"""How many blocks stay whole from their forward to their backward (``compile.keep_gathered``)."""
 
 import itertools
 from typing import TYPE_CHECKING, Sequence
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 STEPS_BEFORE = 2
 # Part of a device's memory that is left free, because an allocator cannot use all of it.
 LEFT_FREE = 0.05
+# From so many ranks on, the last block stays by default. The backward begins with it, so nothing hides its gather,
+# which takes the longer the more ranks there are (docs/results/scale.md).
+KEEP_LAST_FROM = 256
+
+
+def kept_by_default(ranks: int) -> int:
+    """Returns how many blocks stay whole where the option says nothing."""
+    return 1 if ranks >= KEEP_LAST_FROM else 0
 
 
 def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device: torch.device) -> int:

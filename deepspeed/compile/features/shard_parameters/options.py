@@ -13,14 +13,14 @@ class Options(BaseModel):
     shard_parameters: Annotated[Optional[Literal["frozen", "all"]], WORKS_ON_BLOCKS] = None
     """Which parameters of the blocks each rank keeps only a part of, and gets the rest just before a block uses them:
     the frozen ones, as for LoRA of a model that does not fit, or all. Trained ones, and an embedding and a head, then
-    lie with their owners alone, as in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by
+    lie in shards on the ranks, as in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by
     default, because all ranks must then evaluate together and read parameters alike. A rank that reads them by itself
     must do so in ``deepspeed.compile.features.shard_parameters.unsharded_parameters(engine)``."""
 
     keep_gathered: Union[int, Literal["fit"], None] = None
     """How many blocks stay whole from their forward to their backward, the last ones of the forward first, so that the
     backward need not gather them again. ``"fit"`` keeps, from the third step on, as many as fit into the memory that
-    no rank needed in the first two. By default (null), none."""
+    no rank needed in the first two. By default (null), none, and from 256 ranks on the last one of ``"all"``."""
 
     @field_validator("keep_gathered", mode="before")
     @classmethod

@@ -11,7 +11,7 @@ import torch
 
 from .private_torch import address_of
 
-# Address of a storage -> what finds the slot at an offset there: a UnitMemory or an OwnedShard.
+# Address of a storage -> the UnitMemory, which finds the slot at an offset there.
 KNOWN_STORAGES: Dict[int, "weakref.ref[Any]"] = {}
 
 
@@ -34,9 +34,8 @@ class TensorSlot:
 
     name: str  # of the parameter
     tensor: torch.Tensor
-    begin: int  # in bytes, in the unit's buffer, or in `shard`
+    begin: int  # in bytes, in the unit's buffer
     end: int
-    shard: Any = None  # the OwnedShard, if this rank owns some elements of the parameter
     is_trained: bool = False
     unit: Any = None  # a weak reference to the Unit, which has the slot
     version: int = 0  # when the unit was gathered; torch counts changes in place
@@ -51,21 +50,17 @@ class TensorSlot:
 
     def memory_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the tensor's memory. ``buffer``: of the unit, 1-D and of bytes."""
-        return self.around(buffer)[self.begin : self.end].view(self.dtype).view(self.shape)
+        return buffer[self.begin : self.end].view(self.dtype).view(self.shape)
 
     def is_in(self, buffer: torch.Tensor) -> bool:
         """Whether the tensor lies there, and was not given other memory."""
-        return self.tensor.data_ptr() == self.around(buffer).data_ptr() + self.begin
+        return self.tensor.data_ptr() == buffer.data_ptr() + self.begin
 
     def move_into(self, buffer: torch.Tensor) -> None:
         """Moves the tensor's values there."""
         memory = self.memory_in(buffer)
         memory.copy_(self.tensor.detach())
         self.tensor.data = memory
-
-    def around(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the memory that contains the tensor, 1-D and of bytes."""
-        return buffer if self.shard is None else self.shard.memory
 
 
 begin_of = operator.attrgetter("begin")

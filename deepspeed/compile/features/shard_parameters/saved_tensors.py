@@ -52,9 +52,8 @@ class _Handle(NamedTuple):
         if self.version is not None and version_of(self.slot.tensor) != self.version:
             name = f"parameter {self.slot.name}"
             raise RuntimeError(MODIFIED.format(name, version_of(self.slot.tensor), self.version))
-        memory = self.slot.around(self.unit.memory.buffer)
-        # Not a view of the memory, which has to begin and end at elements of the dtype: a caller may have made complex
-        # numbers of a parameter.
+        memory = self.unit.memory.buffer
+        # The offset is in elements of the tensor's dtype: a caller may have made complex numbers of a parameter.
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 

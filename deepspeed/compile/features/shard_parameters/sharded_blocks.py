@@ -76,7 +76,7 @@ class ShardedBlocks:
         make_trained = None
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         if optimizer is not None and world > 1:
-            self.partitions = Partitions(optimizer)
+            self.partitions = Partitions(optimizer, process_group)
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
         self._joint_reads = JointReads(process_group)
@@ -135,7 +135,7 @@ class ShardedBlocks:
             alone = unit.reshard_first
         if self.outside is not None:
             self.outside.take_in(alone)
-            # What was cut from the host has come to its owners alone.
+            # Of what was cut from the host, each rank has its shards alone.
             alone = self.outside.refresh
         with every_rank_raises(TAKE_IN, self._group):
             alone()
@@ -198,19 +198,14 @@ class ShardedBlocks:
         ids = {id(parameter) for parameter in parameters}
         return [unit for unit in self.units if any(id(held) in ids for _, held in unit.memory.parameters())]
 
-    @contextlib.contextmanager
-    def linking(self) -> Iterator[None]:
-        """Context in which views of parameters are made that nobody reads: those of ``_hp_mapping``."""
-        at_rest = [unit for unit in self.units if not unit.is_gathered]
-        for unit in at_rest:
-            unit.unmark()
-        try:
-            yield
-        finally:
-            for unit in at_rest:
-                unit.mark()
-            if self.partitions is not None:
-                self.partitions.link()
+    def take_changes(self) -> None:
+        """Called before others read this rank's partitions: takes over what a caller has changed in place."""
+        for unit in self.units:
+            unit.take_changes()
+        if self.outside is not None:
+            # It is small, and whole all the time: any code may have changed it.
+            self.outside.is_used = True
+            self.outside.take_changes()
 
     def give_up(self) -> None:
         """Gathers all parameters for good. All ranks call it."""

@@ -15,7 +15,6 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
-from ..overlap_gather.gather import grouped
 from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
@@ -58,6 +57,8 @@ class Unit:
         self._owner: "Optional[weakref.ref[Any]]" = None
         self.is_gathered = True
         self.is_used = False
+        # Whether trained parameters have been gathered once: those cut from the host have no values here before.
+        self._has_trained = False
 
     @property
     def owner(self) -> Any:
@@ -125,16 +126,13 @@ class Unit:
                 frozen = self._target[: memory.frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, memory.share, group=self._group, async_op=True))
             if memory.trained_part:
-                with grouped(self._group, self._device) as messages:
-                    # Memory that others have may hold values from before a step.
-                    for owner, message in memory.trained_part.messages(memory.buffer):
-                        source = dist.get_global_rank(self._group, owner)
-                        messages.append(dist.broadcast(message, src=source, group=self._group, async_op=True))
-                works += messages
+                # Memory that others have may hold values from before a step.
+                works += memory.trained_part.gather(memory.buffer)
         self._works = works
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
+        self.memory.lent_is_current = False
         if self.memory.trained_part is None or (not self.is_gathered and self._works is None):
             return
         if not self.is_gathered:
@@ -151,7 +149,18 @@ class Unit:
         self._send(sends_frozen=False)
         # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
         self._wait(until_free=False)
+        self._has_trained = True
         self.memory.note_versions(of_frozen=False)
+
+    def take_changes(self) -> None:
+        """Called before others read this rank's partitions: takes over what a caller has changed in place."""
+        if not self.is_gathered and self._works is None and self.memory.lent_is_current:
+            self.memory.keep_own_part(trained_too=True)
+        # A change by `parameter.data` has no version.
+        elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
+            self.memory.take_back()
+            self.memory.keep_own_part(trained_too=True)
+            self.memory.note_versions()
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -169,7 +178,7 @@ class Unit:
                 raise ended(self.memory.name)
             self._wait()
             self.unmark()
-            self.is_gathered = True
+            self.is_gathered = self._has_trained = True
             self._readers = [stream]
             self.memory.note_versions()
             self.memory.note_holders()
@@ -219,10 +228,11 @@ class Unit:
         if self.is_gathered:
             are_moved = self.memory.take_back()
             if are_moved or self.is_used or self.memory.are_changed():
-                self.memory.keep_own_part()
+                self.memory.keep_own_part(trained_too=self._has_trained)
             self.mark()
         self.is_gathered = self.is_used = False
         self.memory.free()
+        self.memory.lent_is_current = self.memory.is_lent and self._has_trained
 
     def free_lent(self) -> None:
         """Frees the memory of a unit at rest, unless others still have views of it."""

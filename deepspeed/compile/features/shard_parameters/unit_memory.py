@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a unit: one buffer for all of its parameters except trained ones that this rank owns in part.
+"""The memory of a unit: one buffer for all of its parameters.
 
 When the unit is resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay
 as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory stays as it
@@ -52,6 +52,7 @@ class UnitMemory:
         trained_part: what says where trained parameters lie, or None.
         is_lent: whether others had the memory when the unit was resharded: views of it, or a parameter that autograd
             has saved. The memory holds the parameters' values then, and those who have it may change these.
+        lent_is_current: whether trained parameters in that memory have had no step since.
     """
 
     def __init__(
@@ -79,10 +80,9 @@ class UnitMemory:
         if self.trained_part:
             self._slots.update({slot.name: [slot] for slot in self.trained_part.slots})
             self.nbytes = aligned(self.trained_part.end)
-        in_buffer = [slot for slot in self.slots() if slot.shard is None]
-        self._in_buffer = sorted(in_buffer, key=begin_of)
+        self._in_order = sorted(self.slots(), key=begin_of)
         # What autograd may save that lies in the buffer: parameters, and tensors inside those of a subclass.
-        both = ((id(held), held) for slot in in_buffer for held in (slot.tensor, self._parameters[slot.name]))
+        both = ((id(held), held) for slot in self._in_order for held in (slot.tensor, self._parameters[slot.name]))
         self._savable: List[torch.Tensor] = [*dict(both).values()]
         # How often each of these was kept before anyone could read it.
         self._holders: List[int] = []
@@ -90,7 +90,7 @@ class UnitMemory:
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
-        self.is_lent = False
+        self.is_lent = self.lent_is_current = False
 
     @property
     def name(self) -> str:
@@ -115,15 +115,15 @@ class UnitMemory:
 
     def find(self, offset: int) -> TensorSlot:
         """Returns the slot at an offset in bytes in the buffer."""
-        return self._in_buffer[bisect.bisect(self._in_buffer, offset, key=begin_of) - 1]
+        return self._in_order[bisect.bisect(self._in_order, offset, key=begin_of) - 1]
 
     # The buffer ----------------------------------------------------------------------------------------------------
 
     def take_in(self) -> bool:
-        """Moves the parameters into the buffer and this rank's partition, or on a single rank to its device.
+        """Moves the parameters into the buffer, or on a single rank to its device.
 
         Returns whether other ranks lack values: of frozen parameters that were on the host. Trained ones that were
-        there have values nowhere else than with their owners, because ``from_host.py`` has cut them.
+        there have no values here but this rank's shards, because ``from_host.py`` has cut them.
         """
         from_host = {name for name, held in self._parameters.items() if vars(held).pop(BROADCAST_LATER, False)}
         if not self.is_shared:
@@ -133,8 +133,6 @@ class UnitMemory:
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
         self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
         for slot in self.slots():
-            if slot.shard is not None:
-                slot.shard.note(slot)
             if slot.is_trained and slot.name in from_host:
                 slot.tensor.data = slot.memory_in(self.buffer)
             else:
@@ -152,7 +150,7 @@ class UnitMemory:
         """Returns memory for the gathered unit: the buffer, whose memory it allocates again, unless others view it."""
         if self.is_lent:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
-            self.keep_own_part()
+            self.keep_own_part(trained_too=self.lent_is_current)
             return torch.empty_like(self.buffer)
         self.buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
@@ -172,13 +170,14 @@ class UnitMemory:
         if self.is_lent:
             return
         if was_lent:
-            self.keep_own_part()
+            self.keep_own_part(trained_too=self.lent_is_current)
+        self.lent_is_current = False
         self._give_back()
 
     def others_have_views(self) -> bool:
         """Whether anyone else has views of the buffer's memory, or gathers into it."""
         # The buffer, parameters, and what stands for these have the buffer's storage too.
-        ours = 1 + sum(slot.shard is None for slot in self.slots()) + len(self._aliases)
+        ours = 1 + sum(1 for _ in self.slots()) + len(self._aliases)
         storage = self.buffer.untyped_storage()
         return users_of(storage) > ours
 
@@ -204,8 +203,7 @@ class UnitMemory:
         with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self.buffer))
             for slot in self.slots():
-                if slot.shard is None:
-                    slot.tensor.data = slot.memory_in(self.buffer)
+                slot.tensor.data = slot.memory_in(self.buffer)
         self._aliases.clear()
         self.buffer.untyped_storage().resize_(0)
 
@@ -232,8 +230,11 @@ class UnitMemory:
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
         return any(version_of(slot.tensor) != slot.version for slot in self.slots())
 
-    def keep_own_part(self) -> None:
-        """Copies the values that the frozen parameters have in the buffer into ``share``."""
+    def keep_own_part(self, trained_too: bool = False) -> None:
+        """Copies the values that parameters have in the buffer: of frozen ones into ``share``, and of trained ones, if
+        ``trained_too``, into this rank's partition."""
+        if trained_too and self.trained_part is not None:
+            self.trained_part.keep_own_part(self.buffer)
         begin = self._rank * self._share_bytes
         self.share.copy_(self.buffer[begin : begin + self._share_bytes])
 
@@ -288,11 +289,12 @@ class UnitMemory:
                 torch.autograd.graph.increment_version(slot.tensor)
 
     def _write(self, slot, source):
-        if self.is_lent or slot.shard is not None:
+        if self.is_lent:
             slot.memory_in(self.buffer).copy_(source)
-            return
         if slot.is_trained:
-            # Its owners write it.
+            assert self.trained_part is not None
+            self.trained_part.write(slot, source)
+        if self.is_lent or slot.is_trained:
             return
         begin = self._rank * self._share_bytes
         first, last = max(slot.begin, begin), min(slot.end, begin + self._share_bytes)

@@ -5,3 +5,6 @@
 ``compile.optimizer_states`` keeps states in 8 bits. ``compile.store_param_remainders`` keeps master weights as the
 parameters and 16 more bits.
 """
+
+# Parts without which this one does not work.
+NEEDS = ("features.checkpoints",)

@@ -10,7 +10,8 @@ Every setting is a run-time argument of the pass, so a schedule of a setting com
 """
 
 import importlib
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from types import ModuleType
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils._triton import has_triton_package
@@ -20,11 +21,12 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
+from ...zero_1_and_2.parameter.runs import Runs
 from ...zero_1_and_2.step.authors import hooks_of_torch, runs_unpatched_step
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.ranges import end_of_range
 from ...zero_1_and_2.step.rule import Partition, is_scaled_by_autocast
-from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
+from .adam_operators import Elements, Scalars, Settings, compile_step
+from .own_ranges import end_of_range
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
@@ -33,6 +35,9 @@ _BY_NAME = ("adam", "adamw")
 _OF_OTHERS = "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these"
 # With fewer elements, all steps of a training together save less time than compiling takes.
 LEAST_NUMEL = 2**24
+# A run of at least so many new parameters is written where it lies. Shorter ones are copied together, because to start
+# a kernel for each would take longer than the copy.
+WRITTEN_IN_PLACE = 2**20
 # Elements to step at once if each operator writes its result to memory.
 EAGER_NUMEL = 2**22
 
@@ -148,7 +153,7 @@ class OnePassAdam:
         ):
             return None
         step_rows = self._pass(partition)
-        return None if step_rows is None else AdamStep(partition, step_rows)
+        return None if step_rows is None else AdamStep(partition, step_rows, kernel_for(master))
 
     def _pass(self, partition):
         """Returns the pass for a partition, compiled before anything is changed, or None if it cannot be compiled."""
@@ -171,14 +176,19 @@ class OnePassAdam:
         return self._passes[kind]
 
 
-def kernel() -> StepRows:
-    """Returns the kernel for GPUs. Imported late, because a machine without a GPU may lack Triton."""
-    return importlib.import_module(f"{__package__}.adam_kernel").step_rows
+def kernel() -> ModuleType:
+    """Returns the module of the kernel for GPUs. Imported late, because a machine without a GPU may lack Triton."""
+    return importlib.import_module(f"{__package__}.adam_kernel")
+
+
+def kernel_for(master: torch.Tensor) -> Optional[ModuleType]:
+    """Returns the module of the kernel that steps a partition, or None if its master weights are on the host."""
+    return kernel() if master.is_cuda else None
 
 
 def _kernel(like):
     """Returns the kernel for GPUs after a step of ``like``, which raises if the kernel cannot be compiled."""
-    step_rows = kernel()
+    step_rows: StepRows = kernel().step_rows
     step_rows(like, Settings(like.master.new_ones(len(Scalars._fields))))
     return step_rows
 
@@ -197,21 +207,32 @@ def is_fp32(value: Any, master: torch.Tensor) -> bool:
 class AdamStep:
     """One step of one partition, whose states are in fp32. The public methods are those of the core's ``Step``.
 
-    Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
+    Elements are stepped in rows. A subclass for states of another form says how many columns a row has: a divisor of
+    ``SHARD_MULTIPLE``, so that no shard cuts a row.
+
+    Args:
+        step_rows: steps rows.
+        kernel: the module that steps all of a range with one launch in place of ``step_rows``, or None.
 
     Attributes:
         master: the master weights, 1-D. The caller may replace them by their remainders.
     """
 
     columns = ALIGN_NUMEL
-    lead = 0  # elements of the first row that lie before the partition
+    has_scales = False  # whether ``states`` returns scales
     # Elements to step at once on the host, if fewer than a range, because each operator writes its result to memory.
     numel_on_host: Optional[int] = None
 
-    def __init__(self, partition: Partition, step_rows: StepRows):
+    def __init__(self, partition: Partition, step_rows: StepRows, kernel: Optional[ModuleType] = None):
         self.partition, self.master, self.new = partition, partition.master.data, partition.new
-        self.step_rows = step_rows
+        self.step_rows, self._kernel, self._table = step_rows, kernel, None
         self._state: Dict[str, Any] = {}
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Tells the device where gradients and new parameters lie, while it is still busy with what comes before."""
+        if self._kernel is not None:
+            runs = self._kernel.runs_of(gradients, self.new)
+            self._table = self._kernel.tabulate(runs, self.has_scales, self.master.device)
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         if not self._state:
@@ -219,17 +240,29 @@ class AdamStep:
             self._state = self.begin()
             self._count = _number(self._state["step"]) + 1
             self.settings = self.make_settings(_scalars(self.partition, self._count))
-        inside = (self.lead + first) % self.columns
-        if inside or limit - first < self.columns:
-            last = min(first + self.columns - inside, limit)
-            self.step_part(gradient.as_it_is(first, last), first, last)
-            return last
+        if self._kernel is not None:
+            if self._table is None:
+                self.prepare(gradient.by_offset())
+            taken = gradient.as_they_are(first, limit)
+            states = self.states(self._state, 0, self.master.numel())
+            self._kernel.step_runs(self._table, first, limit, self.master, self.settings, *states)
+            # The device reads them before it does what is queued later.
+            del taken
+            return limit
         if self.master.is_cpu and self.numel_on_host is not None:
             limit = min(limit, first + self.numel_on_host)
-        elements = gradient.unscaled(first, end_of_range(self.master, first, limit), self.columns)
+        limit, new = stretch(self.new, first, end_of_range(self.master, first, limit))
+        elements = gradient.unscaled(first, limit, self.columns)
         last = first + elements.numel()
-        rows = (tensor.view(-1, self.columns) for tensor in (elements, self.master[first:last], self.new[first:last]))
+        if new is None:
+            # Remainders need the parameters from before the step.
+            new = self.new.read(first, last)
+        else:
+            new = new[: last - first]
+        rows = (tensor.view(-1, self.columns) for tensor in (elements, self.master[first:last], new))
         self.step_rows(Elements(*rows, *self.states(self._state, first, last)), self.settings)
+        if new.untyped_storage().data_ptr() != self.new.memory.untyped_storage().data_ptr():
+            self.new.write(first, new)
         return last
 
     def begin(self) -> Dict[str, Any]:
@@ -243,11 +276,6 @@ class AdamStep:
         """Returns ``Elements.states`` of whole rows, and ``Elements.scales`` if there are any."""
         return (tuple(state[name][first:last].view(-1, self.columns) for name in names_of_states(self.partition)),)
 
-    def step_part(self, gradient: torch.Tensor, first: int, last: int) -> None:
-        """Steps some elements of one row, which may lie anywhere in memory."""
-        states = tuple(self._state[name][first:last] for name in names_of_states(self.partition))
-        step_rows(Elements(gradient, self.master[first:last], self.new[first:last], states), self.settings)
-
     def finish(self) -> None:
         step = self._state["step"]
         if torch.is_tensor(step):
@@ -256,6 +284,19 @@ class AdamStep:
             self._state["step"] = type(step)(self._count)
         for hook in hooks_of_torch():
             hook(self.partition.optimizer, (), {})
+
+
+def stretch(runs: Runs, first: int, limit: int) -> Tuple[int, Optional[torch.Tensor]]:
+    """Returns the end of the elements of new parameters to step at once from ``first`` on, and their memory.
+
+    Short runs have no such memory together (None): their elements are copied.
+    """
+    is_short, end = False, first
+    for begin, place, numel in runs.between(first, limit):
+        if numel >= WRITTEN_IN_PLACE or (not is_short and begin + numel == limit):
+            return (begin, None) if is_short else (begin + numel, runs.memory.narrow(0, place, numel))
+        is_short, end = True, begin + numel
+    return end, None
 
 
 def _scalars(partition, count):

@@ -9,13 +9,16 @@ import torch
 
 from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
+from ...zero_1_and_2.layout import layouts_of
 from ...zero_1_and_2.parameter.gather import AllGather
 from ...zero_1_and_2.step.rule import Rule
+from ..checkpoints.feature import Checkpoints
 from . import refused
 from .adam import OnePassAdam, RefuseOwnStep
 from .eight_bit import EightBitAdam
 from .masters import Masters
 from .masters_in_optimizer import RemaindersOfParameters, use_remainders
+from .own_ranges import OwnRanges
 from .remainders_rule import EveryStepAdam, RemaindersAdam
 from .states import StatesOfAdam
 
@@ -57,7 +60,9 @@ class Update(Feature):
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
-        yield from refused.states_that_stay_in_fp32(request.engine.optimizer)
+        optimizer = request.engine.optimizer
+        partitions = [layout.partition_numel for layout in layouts_of(optimizer)]
+        yield from refused.states_that_stay_in_fp32(optimizer.optimizer, partitions)
 
     optimizer_mixins: Tuple[type, ...] = (FormOfStates,)
 
@@ -72,22 +77,25 @@ class Update(Feature):
         if request.options.store_param_remainders:
             self._masters = Masters(optimizer, only(context.features, "gather") or AllGather(optimizer))
             self.optimizer_mixins = (FormOfStates, RemaindersOfParameters)
+        self._links = context.get(Checkpoints).links
         self._optimizer, self._group = weakref.ref(optimizer), context.engine.seq_data_parallel_group
 
     def commit(self) -> None:
         optimizer = self._optimizer()
+        # Ranks exchange elements here.
+        self.states.adopt(optimizer)
         with every_rank_raises("convert optimizer states", self._group):
-            self.states.adopt(optimizer)
             # The links may lead to states in the form that they had.
-            optimizer._deepcompile.links.in_other_forms.append(self.states.link)
-            optimizer._deepcompile.links.link_again(optimizer)
+            self._links.in_other_forms.append(self.states.link)
+            self._links.link_again(optimizer)
             if self._masters is not None:
                 use_remainders(optimizer, self._masters)
         if self._masters is not None:
             self._masters.send_parameters()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
-        rules = [OnePassAdam(), *others] if self.in_one_pass else others
+        rules = [*others, OwnRanges()]
+        rules = [OnePassAdam(), *rules] if self.in_one_pass else rules
         if self._in_8_bits:
             rules = [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")]
         if self._masters is not None:

@@ -28,8 +28,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.layout import layouts_of, partition
 from ...zero_1_and_2.parameter.gather import AllGather
+from ...zero_1_and_2.parameter.runs import Runs, own_parameters
 from .remainders import join, split
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Masters:
         gather: sends the stepped parameters.
 
     Attributes:
-        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. Zeros before
+        remainders: remainders of this rank's partitions, by parameter group, int16 1-D. None before
             :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
@@ -68,9 +68,7 @@ class Masters:
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
         self._optimizer = weakref.ref(optimizer)
         self._gather = gather
-        self.remainders: List[torch.Tensor] = [
-            torch.zeros_like(master.data, dtype=torch.int16) for master in optimizer.single_partition_of_fp32_groups
-        ]
+        self.remainders: List[torch.Tensor] = []
         self.on_host = False
 
     def take_apart(self) -> None:
@@ -78,6 +76,7 @@ class Masters:
         this rank's partitions may change in their last bit, so all ranks must call :meth:`send_parameters` then."""
         masters = self._optimizer().single_partition_of_fp32_groups
         for group, master in enumerate(masters):
+            self.remainders.append(torch.zeros_like(master.data, dtype=torch.int16))
             self.set(group, 0, master.data)
         # Only now: while a split may still raise, the master weights are those of the engine without remainders.
         for master in masters:
@@ -88,14 +87,9 @@ class Masters:
         self._gather.start()
         self._gather.wait_all()
 
-    def _parameters(self, group):
-        """Returns the parameters of this rank's partition, which may be on the host, 1-D."""
-        optimizer = self._optimizer()
-        if optimizer.parallel_partitioned_bit16_groups[group]:
-            return partition(optimizer, group)
-        # While parameters are on the host, the base has no list of partitions.
-        numel = self.remainders[group].numel()
-        return optimizer.bit16_groups_flat[group].data.narrow(0, layouts_of(optimizer)[group].first, numel)
+    def _parameters(self, group: int) -> Runs:
+        """Returns the parameters of this rank's partition, which may be on the host."""
+        return own_parameters(self._optimizer(), group)
 
     @contextlib.contextmanager
     def read_on_host(self) -> Iterator[None]:
@@ -149,18 +143,19 @@ class Masters:
 
         By default, on the device of the parameters.
         """
-        parameters, remainders = self._parameters(group)[first:last], self.remainders[group][first:last]
+        parameters, remainders = self._parameters(group), self.remainders[group][first:last]
         values = torch.empty(last - first, dtype=torch.float32, device=device or parameters.device)
         for piece in _pieces(values):
-            values[piece] = join(parameters[piece], remainders[piece].to(parameters.device))
+            part = parameters.read(first + piece.start, min(first + piece.stop, last))
+            values[piece] = join(part, remainders[piece].to(parameters.device))
         return values
 
     def set(self, group: int, first: int, values: torch.Tensor) -> None:
         """Sets the master weights of this rank's partition from element ``first`` on to values, 1-D."""
-        there = slice(first, first + values.numel())
-        parameters, remainders = self._parameters(group)[there], self.remainders[group][there]
+        parameters, remainders = self._parameters(group), self.remainders[group][first : first + values.numel()]
         for piece in _pieces(values):
-            parameters[piece], remainders[piece] = split(values[piece].to(parameters.device, torch.float32))
+            part, remainders[piece] = split(values[piece].to(parameters.device, torch.float32))
+            parameters.write(first + piece.start, part)
 
     def take_parameters(self) -> None:
         """Sets the master weights to the values of the parameters."""

@@ -36,16 +36,6 @@ class RemaindersOfParameters(_NextClass):
         with self.masters_as_remainders.written_on_host():
             super().load_state_dict(*args, **kwargs)
 
-    def load_hp_checkpoint_state_from_checkpoint_dir(self, *args, **kwargs) -> None:
-        # A universal checkpoint is written into the links of parameters: link them with host memory here. The core's
-        # mixin, which comes before this class, links within this context too.
-        with self._deepcompile.gather.linking():
-            super()._link_all_hp_params()
-        try:
-            super().load_hp_checkpoint_state_from_checkpoint_dir(*args, **kwargs)
-        finally:
-            link(self, self.masters_as_remainders)
-
     def _restore_from_bit16_weights(self) -> None:
         if self.masters_as_remainders.on_host:
             super()._restore_from_bit16_weights()

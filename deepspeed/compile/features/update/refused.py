@@ -3,12 +3,10 @@
 """Refuses, or warns of, settings that 8-bit states and master weights as remainders do not support."""
 
 import math
-from typing import Iterator
+from typing import Iterator, List
 
 import torch
 from torch.nn import Embedding, EmbeddingBag
-
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.feature import Request
 from . import adam, eight_bit
@@ -31,13 +29,12 @@ def unsupported_states(request: Request) -> Iterator[str]:
         )
 
 
-def states_that_stay_in_fp32(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
-    """Yields a sentence if torchao silently leaves the states of some partitions in fp32."""
-    inner = optimizer.optimizer
+def states_that_stay_in_fp32(inner: torch.optim.Optimizer, partitions: List[int]) -> Iterator[str]:
+    """Yields a sentence if torchao silently leaves the states of some partitions, of so many elements, in fp32."""
     if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
         return
     # By design, torchao quantizes no states of fewer than 4096 elements.
-    sizes = [numel for master in optimizer.single_partition_of_fp32_groups if (numel := master.numel()) >= 4096]
+    sizes = [numel for numel in partitions if numel >= 4096]
     divides_all = math.gcd(inner.block_size, *sizes)
     if divides_all < inner.block_size:
         remedy = f"give it block_size={divides_all}"
@@ -68,7 +65,7 @@ def unsupported_master_weights(request: Request) -> Iterator[str]:
     for name, submodule in engine.module.named_modules():
         is_embedding = isinstance(submodule, (Embedding, EmbeddingBag))
         if is_embedding and submodule.max_norm is not None and id(submodule.weight) in trained:
-            # Ranks read different rows, and the master weight has the owner's.
+            # Ranks read different rows, and the master weights have those of the rank whose shard has a row.
             yield (
                 f"compile.{OPTION} needs parameters that all ranks change alike, and the forward of "
                 f"{name or type(submodule).__name__} scales the rows that a rank reads down to its max_norm; set its "

@@ -7,9 +7,10 @@ from typing import Any, Dict, Optional, Sequence, Union
 import torch
 
 from ...zero_1_and_2.step.rule import Partition
-from .adam import EAGER_NUMEL, AdamStep, is_fp32, kernel, names_of_states, new_state, problem_with
+from .adam import EAGER_NUMEL, AdamStep, is_fp32, kernel_for, names_of_states, new_state, problem_with
 from .adam_operators import step_rows
 from .eight_bit import EightBitAdam
+from .own_ranges import keep_state
 
 
 class RemaindersAdam:
@@ -42,7 +43,7 @@ class EveryStepAdam:
         states = (partition.state.get(name) for name in names_of_states(partition))
         if partition.state and not all(is_fp32(state, partition.master) for state in states):
             return None
-        return EveryStep(partition, kernel() if partition.master.is_cuda else step_rows)
+        return EveryStep(partition, step_rows, kernel_for(partition.master))
 
 
 class EveryStep(AdamStep):
@@ -55,5 +56,5 @@ class EveryStep(AdamStep):
         partition = self.partition
         if not partition.state:
             zeros = {name: torch.zeros_like(partition.master.data) for name in names_of_states(partition)}
-            partition.keep_state({**new_state(partition), **zeros})
+            keep_state(partition, {**new_state(partition), **zeros})
         return partition.state

@@ -21,21 +21,30 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.layout import layouts_of
+from ..checkpoints.order import base_orders
 from .blockwise import (
     FORM,
+    LENGTHS,
+    OTHER_PARTITION,
     SIGNED,
+    VERSION,
+    form,
     fp32_values,
     has_moments,
     is_blockwise,
-    refuse_other_partitions,
-    saved,
+    names_of,
     to_blocks,
     to_fp32,
 )
 from .dynamic_map import BLOCK
+from .saved_blocks import blocks_of, saved, taken, to_fp32_in_base_order
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+# In a form of the first version: elements of the first block that lie before the partition.
+BEFORE = "elements before the partition"
 
 
 class StatesOfAdam:
@@ -53,10 +62,9 @@ class StatesOfAdam:
         inner = state_dict[BASE_OPTIMIZER_STATE]
         # An elastic checkpoint has a list instead, and no 8-bit states.
         if isinstance(inner, dict):
-            layouts = layouts_of(optimizer)
             # Torch keeps the key of a state that belongs to no parameter.
             states = {
-                index: saved(entry, layouts[index].first) if is_blockwise(entry) else entry
+                index: saved(entry, optimizer.base_orders[index]) if is_blockwise(entry) else entry
                 for index, entry in inner["state"].items()
             }
             state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
@@ -64,20 +72,38 @@ class StatesOfAdam:
 
     def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Raises ValueError if loaded states cannot be converted to this form."""
-        for layout, master in zip(layouts_of(optimizer), optimizer.single_partition_of_fp32_groups, strict=True):
-            states = optimizer.optimizer.state.get(master, {})
-            if is_blockwise(states):
-                refuse_other_partitions(states, layout.first, master.numel())
+        found = [optimizer.optimizer.state.get(master, {}) for master in optimizer.single_partition_of_fp32_groups]
+        if any(map(is_blockwise, found)):
+            orders = getattr(optimizer, "base_orders", None) or base_orders(optimizer, layouts_of(optimizer))
+            for states, order in zip(found, orders, strict=True):
+                if is_blockwise(states):
+                    _refuse_other_forms(states, order)
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Converts loaded states to the form that the optimizer keeps."""
+        """Converts loaded states to the form that the optimizer keeps. All ranks call it."""
         for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
             states = optimizer.optimizer.state.get(master, {})
-            # Engines without DeepCompile come here before each step, and layouts take time to make.
+            if is_blockwise(states) and FORM in states:
+                self._take(states, optimizer, group, master)
             if self._in_8_bits and has_moments(states):
-                to_blocks(states, layouts_of(optimizer)[group].first, master)
+                to_blocks(states, master)
             elif not self._in_8_bits and is_blockwise(states):
-                to_fp32(states, layouts_of(optimizer)[group].first, master.numel())
+                to_fp32(states, master.numel())
+
+    def _take(self, states, optimizer, group, master):
+        """Converts the states of a checkpoint to 8-bit states or fp32 states in the optimizer's order."""
+        orders = getattr(optimizer, "base_orders", None)
+        order = orders[group] if orders else base_orders(optimizer, layouts_of(optimizer))[group]
+        _refuse_other_forms(states, order)
+        if states[FORM]["version"] == VERSION and orders:
+            taken(states, order, master.device)
+            return
+        if states[FORM]["version"] == VERSION:
+            to_fp32_in_base_order(states)
+        else:
+            to_fp32(states, order.numel, states[FORM][BEFORE])
+        for state in SIGNED if orders else ():
+            states[state] = order.to_even(states[state], states[state].device)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
@@ -88,16 +114,32 @@ class StatesOfAdam:
             states = optimizer.optimizer.state.get(master, {})
             if not is_blockwise(states):
                 continue
-            before = layouts_of(optimizer)[group].first % BLOCK
             for parameter in optimizer.bit16_groups[group]:
                 if parameter._hp_mapping is not None:
                     address = parameter._hp_mapping.get_hp_fragment_address()
-                    first = before + address.start
-                    parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
+                    first, last = address.start, address.start + address.numel
+                    parameter._hp_mapping.optim_fragment = _Fragments(states, first, last)
                 # The base sets this attribute again only when it links parameters with master weights.
                 function = parameter.set_full_hp_param
                 if getattr(function, "func", None) is not _set:
                     parameter.set_full_hp_param = functools.partial(_set, function)
+
+
+def _refuse_other_forms(states, order):
+    """Raises ValueError if 8-bit states of a checkpoint have another form, or are those of another partition."""
+    said, first = states.get(FORM, {}), order.layout.rank * order.numel % BLOCK
+    known = form(), {"version": 1, "elements of a block": BLOCK, BEFORE: first}
+    if said and said not in known:
+        raise ValueError(
+            f"8-bit optimizer states were loaded of the form {said}, where {known[0]} is needed; load them with the "
+            "release of this fork, the number of ranks and the settings with which they were saved"
+        )
+    if said == known[0]:
+        blocks, codes = blocks_of(order), -(-order.numel // 4)
+        if any(
+            states[names[0]].numel() != codes or states[names[1]].numel() != blocks for names in map(names_of, SIGNED)
+        ):
+            raise ValueError(OTHER_PARTITION)
 
 
 class _Fragments(Mapping):
@@ -164,8 +206,9 @@ def convert_saved(checkpoint: Dict[str, Any]) -> None:
     saved_by_rank = checkpoint.get(OPTIMIZER_STATE_DICT) or {}
     inner = saved_by_rank.get(BASE_OPTIMIZER_STATE)
     for index, states in inner["state"].items() if isinstance(inner, dict) else ():
-        if is_blockwise(states):
+        if is_blockwise(states) and LENGTHS in states:
+            to_fp32_in_base_order(states)
+        elif is_blockwise(states):
             # Checkpoints have master weights without their padding.
             masters, paddings = saved_by_rank[SINGLE_PARTITION_OF_FP32_GROUPS], saved_by_rank[GROUP_PADDINGS]
-            numel = masters[index].numel() + paddings[index]
-            to_fp32(states, states[FORM]["elements before the partition"], numel)
+            to_fp32(states, masters[index].numel() + paddings[index], states[FORM][BEFORE])

@@ -40,6 +40,7 @@ NEEDS = (
     "features.loss",
     "features.activation_budget",
     "features.blocks",
+    "features.copy_engines",
     "features.shard_parameters",
     "features.update",
 )

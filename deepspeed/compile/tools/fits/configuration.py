@@ -110,6 +110,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         bucket=int(zero.reduce_bucket_size),
         overlap=section.double_buffer and _value(config, "zero_optimization.overlap_comm") is not False,
         regional=section.regional_compilation,
+        copy_engines=section.copy_engines,
     )
     notes = []
     if automatic:

@@ -15,11 +15,12 @@ from torch.nn import Module, Parameter
 
 from ...features.blocks.choose_blocks import choose_blocks
 from ...features.blocks.parameters import by_block
-from ...features.shard_parameters.keep import LEFT_FREE
+from ...features.copy_engines.carrier import device_bytes
+from ...features.shard_parameters.keep import LEFT_FREE, kept_by_default
 from ...features.shard_parameters.outside import large_outside, read_times
 from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
 from ...features.shard_parameters.whole_units import MOST_GATHERED
-from ...features.update.blockwise import SIGNED, count_of_blocks
+from ...features.update.blockwise import SIGNED
 from ...features.update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
@@ -31,6 +32,8 @@ GIB = 2**30
 _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of its remainder
 # Workspaces of cuBLAS and cuBLASLt on an H100 or H200, in torch's allocator: benchmarks/fits.py has runs at rest.
 WORKSPACES = 2**26
+# So many GPUs are taken to be in one host, where copy engines carry gradients.
+GPUS_OF_A_HOST = 8
 # The part of a GPU's nominal memory in GB that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
 SHOWN = 0.985
 # GiB of a GPU that a process takes outside of torch's allocator, the most that was measured on H200s (2026-11-27):
@@ -41,8 +44,6 @@ CONTEXT, NCCL = 1.81, 0.71
 # tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
 RESERVED = {"fork": 0.23, "fork in tiles": 0.34, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
-# Of more ranks not all are estimated.
-SOME_RANKS = 32
 # Where no mode fits, up to so many GPUs are tried.
 MOST_GPUS = 256
 
@@ -367,25 +368,8 @@ def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
         return None if activations is None else _of_fsdp2(subject, mode, activations, question)
     if mode.keep == "fit":
         return _with_what_fits(subject, mode, question)
-    rows = [
-        _of_fork(subject, mode, activations, question, rank) for rank in _ranks_that_differ(subject, question.gpus)
-    ]
-    highest = max(rows, key=lambda row: row.peak)
-    phases = ("at_rest", "step") if activations is None else ("at_rest", *_PHASES)
-    return highest._replace(**{phase: max(getattr(row, phase) for row in rows) for phase in phases})
-
-
-def _ranks_that_differ(subject, ranks):
-    """Lists all ranks, or of many ranks some among which the one that needs the most is, or one that needs as much.
-
-    Ranks differ in what they own: a part of a large parameter, such as an embedding, or an early or late block.
-    """
-    if ranks <= SOME_RANKS:
-        return range(ranks)
-    pieces = layout_of(subject.flat, ranks).by_parameter().values()
-    largest = sorted(pieces, key=lambda of_one: -sum(piece.numel for piece in of_one))[: SOME_RANKS // 8]
-    owners = {of_one[end].owner for of_one in largest for end in (0, -1)}
-    return sorted(owners.union(range(0, ranks, 2 * ranks // SOME_RANKS), [ranks - 1]))
+    # Each rank has as much as the first: parts of parameters are equal, and the last ones have padding.
+    return _of_fork(subject, mode, activations, question)
 
 
 def _with_what_fits(subject, mode, question):
@@ -404,15 +388,14 @@ def _with_what_fits(subject, mode, question):
     return next((row for row in rows if row.peak / GIB <= _room(question) - free), None) or row_with(0)
 
 
-def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
+def states(flat: Sequence[torch.Tensor], ranks: int, mode: Mode) -> Dict[str, int]:
     """Returns the bytes of a rank's masters and moments."""
-    layout = layout_of(flat, ranks, rank)
-    numel = layout.partition_numel
+    numel = layout_of(flat, ranks).partition_numel
     if mode.offload:
         return {"masters": 0, "moments": 0}
     moments = 2 * _FP32 * numel
     if mode.eight_bit:
-        moments = len(SIGNED) * count_of_blocks(layout.first, numel) * (BLOCK + _FP32)
+        moments = len(SIGNED) * numel // BLOCK * (BLOCK + _FP32)
     return {"masters": (_REMAINDER if mode.remainders else _FP32) * numel, "moments": moments}
 
 
@@ -420,24 +403,27 @@ def _lines_of(subject, mode):
     return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
 
 
-def _parameters(subject, mode, ranks, rank):
+def _parameters(subject, mode, ranks):
     """Returns the bytes of parameters that are always on a rank, and a list of bytes that must be gathered.
 
     The list has parameters that are read before the blocks, those of each block, and those read after the blocks.
     """
-    layout, size = layout_of(subject.flat, ranks, rank), subject.flat[0].element_size()
-    whole, frozen = layout.partition_numel * ranks * size, sum(subject.frozen_of_blocks)
+    layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
+    whole, frozen = layout.flat_numel * size, sum(subject.frozen_of_blocks)
     if mode.shard_parameters is None or ranks == 1:
         return whole + subject.frozen, []
-    always = whole + subject.frozen - frozen + frozen // ranks
+    always = subject.frozen - frozen + frozen // ranks
     if mode.shard_parameters == "frozen":
-        return always, [0, *subject.frozen_of_blocks, 0]
-    here = {id(piece.parameter) for piece in layout.own_pieces()}
-    elsewhere = [{parameter for parameter in unit if id(parameter) not in here} for unit in subject.trained_of_units]
-    trained_bytes = [sum(map(_bytes_of, unit)) for unit in elsewhere]
-    away = [sum(both) for both in zip(trained_bytes, (0, *subject.frozen_of_blocks, 0), strict=True)]
-    # Tied weights are read before blocks and after them.
-    return always - sum(map(_bytes_of, set().union(*elsewhere))), away
+        return whole + always, [0, *subject.frozen_of_blocks, 0]
+    bytes_of = {id(place.parameter): ranks * place.shard * size for place in layout.places}
+    away = [
+        sum(bytes_of[id(parameter)] for parameter in unit) + of_frozen
+        for unit, of_frozen in zip(subject.trained_of_units, (0, *subject.frozen_of_blocks, 0), strict=True)
+    ]
+    # Other parameters are whole too, beside a rank's part of them. Tied weights are read before blocks and after them.
+    gathered = {id(parameter) for unit in subject.trained_of_units for parameter in unit}
+    others = sum(nbytes for identity, nbytes in bytes_of.items() if identity not in gathered)
+    return layout.partition_numel * size + others + always, away
 
 
 def _gathered(away, kept, blocks, is_backward):
@@ -463,33 +449,38 @@ def _gathered(away, kept, blocks, is_backward):
         yield sum(away[unit] for unit in upcoming if (1 if is_backward else 0) <= unit <= last)
 
 
-def _of_fork(subject, mode, activations, question, rank):
+def _of_fork(subject, mode, activations, question):
     flat, ranks = subject.flat, question.gpus
-    parameters, away = _parameters(subject, mode, ranks, rank)
+    parameters, away = _parameters(subject, mode, ranks)
     parts = {
         "parameters": parameters + subject.buffers,
-        **states(flat, ranks, rank, mode),
+        **states(flat, ranks, mode),
         "workspaces of cuBLAS": WORKSPACES,
     }
+    if question.copy_engines is not False and 1 < ranks <= GPUS_OF_A_HOST:
+        parts["copy engines"] = device_bytes(ranks)
     lines, at_rest = _lines_of(subject, mode), sum(parts.values())
     if activations is None:
         bound = 0 if mode.offload else layout_of(flat, ranks).partition_numel * flat[0].element_size()
         step = at_rest + bound
-        return Row(mode, lines, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
+        return Row(mode, lines, at_rest, None, None, step, step, "step", 0, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
-    key = arrivals, ranks, rank, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
+    key = arrivals, ranks, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
     if key not in subject.sent:
         subject.sent[key] = send(flat, *key)
     gradients = subject.sent[key]
     held, arrived = gradients.before, iter(gradients.arrived)
+    kept = mode.keep
+    if kept is None:
+        kept = kept_by_default(ranks) if mode.shard_parameters == "all" else 0
     found = []  # (phase, bytes of gradients, of activations, of graphs' temporaries, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
         before = 0 if phase == "forward" else activations.forward[-1].after
-        sums = _gathered(away, mode.keep or 0, [moment.block for moment in moments], phase == "backward")
+        sums = _gathered(away, kept, [moment.block for moment in moments], phase == "backward")
         for moment, gathered in zip(moments, sums, strict=True):
-            kept = max(min(before, moment.most), 0)
-            found.append((phase, held, kept, moment.most - kept, gathered))
+            saved = max(min(before, moment.most), 0)
+            found.append((phase, held, saved, moment.most - saved, gathered))
             before = moment.after
             if moment.gradient is not None:
                 held = next(arrived)
@@ -501,11 +492,11 @@ def _of_fork(subject, mode, activations, question, rank):
     more = {
         phase: {**dict(zip(names, at_moment[1:])), "batch": activations.inputs} for phase, at_moment in highest.items()
     }
-    more["step"] = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks, rank)}
+    more["step"] = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks)}
     forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda peak_of_phase: peak_of_phase[0])
     parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
-    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, rank, parts, activations.on_host)
+    return Row(mode, lines, at_rest, forward, backward, step, peak, phase, 0, parts, activations.on_host)
 
 
 def _of_fsdp2(subject, mode, activations, question):

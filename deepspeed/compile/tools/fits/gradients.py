@@ -6,7 +6,6 @@ The native reducer itself counts the gradients: it gets tensors without memory, 
 """
 
 import contextlib
-import itertools
 from typing import Iterator, List, NamedTuple, Sequence
 
 import torch
@@ -15,19 +14,14 @@ from torch.nn import Parameter
 
 from ...zero_1_and_2.engine.set_up import send_numel
 from ...zero_1_and_2.gradient.native import reducer_module
-from ...zero_1_and_2.layout import Layout, Place
+from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.step.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
 from .modes import Question
-
-# DeepSpeed pads a flat tensor to a multiple of so many elements for each rank (``nccl_start_alignment_factor``).
-ALIGNMENT = 2
 
 
 def layout_of(parameters: Sequence[Parameter], ranks: int, rank: int = 0) -> Layout:
     """Returns the layout of one parameter group with these parameters."""
-    firsts = itertools.accumulate((parameter.numel() for parameter in parameters), initial=0)
-    places = [Place(parameter, first, parameter.numel()) for parameter, first in zip(parameters, firsts)]
-    return Layout(places, ranks, rank, ALIGNMENT)
+    return Layout([(parameter, parameter.numel()) for parameter in parameters], ranks, rank)
 
 
 @contextlib.contextmanager
@@ -58,22 +52,23 @@ def send(
     parameters: Sequence[Parameter],
     arrivals: Sequence[int],
     ranks: int,
-    rank: int,
     stage: int = 1,
     accumulation: int = 1,
     bucket: int = Question.bucket,
     overlap: bool = True,
     on_host: bool = False,
+    rank: int = 0,
 ) -> Sent:
     """Returns the gradients of a step that one rank's reducer holds.
 
     Args:
         parameters: on the meta device, in the order of the flat tensor.
         arrivals: indices of parameters in the order in which their gradients arrive.
-        ranks, rank: how many ranks share the parameters, and which of them this is.
+        ranks: how many ranks share the parameters.
         accumulation: micro-batches in a step.
         overlap: whether buckets travel while the backward goes on.
         on_host: whether arrived gradients lie in host memory, which does not count.
+        rank: which of the ranks. The first has as much as any: the last ones have padding in its place.
 
     Raises:
         ValueError: if the native code cannot be built.
@@ -82,14 +77,15 @@ def send(
         native = reducer_module()
     except RuntimeError as error:
         raise ValueError(str(error)) from error
-    layout, dtype = layout_of(parameters, ranks), parameters[0].dtype
+    layout, dtype = layout_of(parameters, ranks, rank), parameters[0].dtype
 
     def bound() -> int:
         return 0 if on_host else reducer.counters()["bound"]
 
     def held() -> int:
+        # With padding, and with the shards that arrive beside the gradients on their way.
         counters = reducer.counters()
-        return counters["pending"] + counters["unreduced"] + bound()
+        return counters["bucket"] + counters["unreduced"] + bound()
 
     def arrive(index: int) -> int:
         # The reducer copies such a gradient, which counts as much as if it kept the gradient.
@@ -109,13 +105,13 @@ def send(
         # In the masters' dtype, averaged gradients lie in one flat tensor.
         flat = dtype == torch.float32
         numel, meta = layout.partition_numel, torch.device("meta")
-        group, pieces = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None), layout.by_parameter()
+        group = reducer.add_group(process_group, ranks, numel, dtype, meta, flat, None)
         # A trained reducer expects gradients in the order in which they arrived. A new one expects the reverse of the
         # order in which parameters are registered.
         last = {index: place for place, index in enumerate(arrivals)}
         for index in sorted(range(len(parameters)), key=lambda index: -last.get(index, len(arrivals))):
-            numbers = [piece.numbers for piece in pieces[id(parameters[index])]]
-            reducer.register_parameter(group, str(index), parameters[index], dtype, numbers)
+            place = layout.places[index]
+            reducer.register_parameter(group, str(index), place.parameter, dtype, place.shard, place.offset)
         for _ in range(accumulation - 1):
             reducer.begin_backward(stage == 2)
             for index in arrivals:
@@ -131,7 +127,7 @@ def send(
     return found
 
 
-def gathered_in_step(parameters: Sequence[Parameter], ranks: int, rank: int) -> int:
+def gathered_in_step(parameters: Sequence[Parameter], ranks: int) -> int:
     """Returns the bytes of the copy in which the update reads a rank's small gradients together."""
-    owned = [piece.numel for piece in layout_of(parameters, ranks, rank).own_pieces()]
+    owned = [piece.numel for piece in layout_of(parameters, ranks).own_pieces()]
     return min(sum(numel for numel in owned if numel < IN_PLACE_NUMEL), GATHERED_NUMEL) * parameters[0].element_size()

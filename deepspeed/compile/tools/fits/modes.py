@@ -32,6 +32,7 @@ class Question:
     bucket: int = int(DeepSpeedZeroConfig().reduce_bucket_size)  # ``reduce_bucket_size``
     overlap: bool = True  # whether buckets travel while the backward goes on
     regional: Any = None  # ``compile.regional_compilation``
+    copy_engines: Optional[bool] = None  # ``compile.copy_engines``
     inputs_on_host: bool = False  # whether inputs of checkpointed layers are on the host
     # mlp_tiles, loss_tiles: into how many tiles of tokens DeepSpeed cuts each MLP, and head and loss; None: none.
     mlp_tiles: Optional[int] = None

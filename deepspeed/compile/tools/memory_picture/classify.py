@@ -209,7 +209,7 @@ def _operands(event: Any, place: int = 0) -> Iterator[int]:
 
 
 def read_events(
-    roots: List[Any], device: str, standing: Dict[int, Tuple[int, str]], final: Dict[int, str]
+    roots: List[Any], device: str, standing: Dict[int, Tuple[int, str]], final: Dict[int, str], uncounted: int = 0
 ) -> StepMemory:
     """Returns the memory of the step that a profiler has recorded.
 
@@ -217,6 +217,7 @@ def read_events(
         device: the device of the memory, "cpu" or "cuda".
         standing: address -> (bytes, category) of memory from before the recording.
         final: address -> category of memory of known tensors at the end of the recording.
+        uncounted: bytes on a GPU that torch's allocator does not count. Some of ``standing`` may be among them.
     """
     entries = sorted(_flatten(roots), key=lambda entry: entry.event.start_time_ns)
     marks = [entry.event.start_time_ns for entry in entries if entry.event.name.startswith(MARK)]
@@ -234,6 +235,7 @@ def read_events(
             allocations.at[address].courses = [(allocations.at[address].began, category)]
     if staged and device == "cpu" and phases.indices["step"]:
         allocations.free_gradients(len(entries) - 1)
+    totals = {index: total + uncounted for index, total in totals.items()}
     return _lay_out(allocations, seconds, totals, phases)
 
 

@@ -184,7 +184,7 @@ class Recorder:
             return
         engine = self._engine()
         try:
-            self._recording = Recording(self.device, tensors_of(engine))
+            self._recording = Recording(self.device, tensors_of(engine), uncounted_bytes(engine))
         except RuntimeError as error:
             self._why_not = f"torch's profiler could not begin in step {self._done + 1} ({error})"
             return
@@ -327,10 +327,9 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
     if optimizer.cpu_offload:
         # Gradients and new parameters pass through this memory, which stays allocated.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-    deepcompile = state_of(engine)
-    # Some parts hold shards of parameters that neither the module nor the optimizer has.
-    parts = [] if deepcompile is None else deepcompile.features
-    shares = [share for part in parts for share in part.shares]
+    # Sharded parameters, frozen ones and remainders are in neither the module nor the flat tensors.
+    shares = [*getattr(optimizer, "own_partitions", {}).values()]
+    shares += [share for part in _parts(engine) for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),
@@ -338,3 +337,13 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         data.TARGETS: flattened(targets),
         data.WAITING: flattened(kept),
     }
+
+
+def uncounted_bytes(engine: "DeepSpeedEngine") -> int:
+    """Returns the bytes that are held on the device and that torch's allocator does not count."""
+    return sum(part.uncounted_bytes for part in _parts(engine))
+
+
+def _parts(engine):
+    deepcompile = state_of(engine)
+    return [] if deepcompile is None else deepcompile.features

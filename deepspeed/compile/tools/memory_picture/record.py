@@ -74,16 +74,18 @@ class Recording:
     Args:
         device: the device whose memory to record.
         standing: tensors that hold memory now.
+        uncounted: bytes that are held on the device all the time and that torch's allocator does not count. The part
+            of them that is in no tensor of ``standing`` is in the rest.
 
     Raises:
         RuntimeError: if another profiler runs. Torch has one at a time.
     """
 
-    def __init__(self, device: torch.device, standing: Tensors):
+    def __init__(self, device: torch.device, standing: Tensors, uncounted: int = 0):
         # Torch itself would begin, and end the other profiler's recording.
         if another_profiler_runs():
             raise RuntimeError("another profiler runs")
-        self._device = device
+        self._device, self._uncounted = device, uncounted
         self._standing = {address: (size, name) for address, size, name in storages(standing, device.type)}
         self._on_host: Dict[str, int] = {}
         if device.type != "cpu":
@@ -101,7 +103,7 @@ class Recording:
         self._profiler.stop()
         named = {address: name for address, _, name in storages(final, self._device.type)}
         roots = self._profiler.profiler.kineto_results.experimental_event_tree()
-        step = read_events(roots, self._device.type, self._standing, named)
+        step = read_events(roots, self._device.type, self._standing, named, self._uncounted)
         step.on_host = self._on_host
         return step
 

@@ -44,8 +44,12 @@ def write_counters(engine: "DeepSpeedEngine") -> None:
     accelerator = get_accelerator()
     # On a CPU, DeepSpeed's accelerator reports the memory of the whole process, and no peak.
     if accelerator.device_name() != "cpu":
-        values["memory/peak_allocated"] = accelerator.max_memory_allocated()
-        values["memory/peak_reserved"] = accelerator.max_memory_reserved()
+        # It stays from set-up to end.
+        uncounted = 0
+        for feature in state_of(engine).features:
+            uncounted += feature.uncounted_bytes
+        values["memory/peak_allocated"] = accelerator.max_memory_allocated() + uncounted
+        values["memory/peak_reserved"] = accelerator.max_memory_reserved() + uncounted
         accelerator.reset_peak_memory_stats()
     # Like DeepSpeed's own values: the name begins with "Train/Samples/", and the step is the number of samples.
     engine.monitor.write_events(

@@ -18,6 +18,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..feature import Request, classes
 from ..messages import warn
+from ..step.even_order import even_class
 from .state import state_of
 
 OLDEST_TORCH = "2.11"
@@ -65,5 +66,5 @@ def problems_of(request: Request) -> Iterator[str]:
     optimizer = request.engine.optimizer
     if state_of(request.engine) is not None:
         yield "an earlier engine.compile() failed half-way; create a new engine"
-    elif optimizer is not None and type(optimizer) is not DeepSpeedZeroOptimizer:
+    elif optimizer is not None and type(optimizer) not in (DeepSpeedZeroOptimizer, even_class(DeepSpeedZeroOptimizer)):
         yield f"optimizer wrapper {type(optimizer).__name__} is not supported; set compile.deepcompile to false"

@@ -11,15 +11,14 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective, every_rank_raises
-from ..feature import Feature, Request, SetUpContext, classes, overriding
+from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.native import Reducer, reducer_module
-from ..gradient.registered import partially_trained_lookalikes, registered_parameters
+from ..gradient.registered import registered_parameters
 from ..graph.backend import Backend
 from ..layout import Layout, layouts_of
-from ..messages import warn
 from ..own_thread import in_own_thread
-from ..parameter.host_memory import HostMemory
 from ..parameter.placement import Placement
+from ..step.even_order import adopt
 from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
 from .state import EngineState
@@ -35,10 +34,6 @@ _last_identity = 0
 # Elements with which a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
-LEFT = (
-    "DeepCompile leaves the gradients of {} parameters to autograd: layers that look alike share graphs, and the "
-    "optimizer lacks a trained parameter of some; give it these too, or set their requires_grad to false"
-)
 
 
 def set_up(
@@ -82,10 +77,7 @@ def _set_up(request):
             reducer = make_reducer(request, identity)
             undo.callback(reducer.close)
             dynamic, registered = request.compile_kwargs.get("dynamic"), registered_parameters(optimizer)
-            left = partially_trained_lookalikes(engine.module, registered)
-            if left:
-                warn(LEFT.format(len(left)))
-            graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity, left)
+            graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity)
             layouts = layouts_of(optimizer)
             # Each part finds the parts before it in this list.
             features: List[Feature] = []
@@ -93,7 +85,7 @@ def _set_up(request):
                 if cls.is_wanted(request):
                     features.append(cls(SetUpContext(request, features, undo, graphs, identity, layouts)))
             graphs.around_compile = overriding(features, "around_compile")
-            placement = HostMemory() if optimizer.cpu_offload else Placement()
+            placement = only(features, "placement") or Placement()
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
@@ -101,8 +93,12 @@ def _set_up(request):
             agree_whether_to_hold(reducer, group)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
         try:
+            for carry in overriding(features, "carry"):
+                carry(optimizer, reducer)
             with every_rank_raises("set the optimizer up", engine.seq_data_parallel_group):
                 attach(optimizer, deepcompile)
+            # Attached first: if the exchange fails, the optimizer refuses to step partitions of two orders.
+            adopt(optimizer, layouts, deepcompile.transformed)
             for commit in overriding(features, "commit"):
                 commit()
         except Exception as error:
@@ -162,11 +158,11 @@ def register_parameters(
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,
         )
-        places.update({identity: (group, pieces) for identity, pieces in layout.by_parameter().items()})
+        places.update({id(place.parameter): (group, place) for place in layout.places})
     for parameter in registered_parameters(optimizer):
-        group, pieces = places[id(parameter)]
+        group, place = places[id(parameter)]
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
-        reducer.register_parameter(group, name, parameter, dtype, [piece.numbers for piece in pieces])
+        reducer.register_parameter(group, name, parameter, dtype, place.shard, place.offset)
 
 
 def send_numel(ranks: int) -> int:

@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Collection, List, Optional, Type
+from typing import TYPE_CHECKING, Collection, Iterator, List, Optional, Type
 
 from ..feature import Feature, Part, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
@@ -12,9 +12,6 @@ from ..gradient.native import Reducer
 from ..layout import Layout
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
-from ..step.interrupted import InterruptedStep
-from ..step.linked_states import LinkedStates
-from ..step.own_step import OwnRanges
 from ..step.rule import Rule
 
 if TYPE_CHECKING:
@@ -39,16 +36,14 @@ class EngineState:
         # Where the parameters of each group lie.
         self.layouts = layouts
         self.backward = BackwardLife(engine, reducer, self.placement, layouts)
-        # Refuses to go on after a step that an exception ended while it changed parameters.
-        self.interrupted_step = InterruptedStep()
         self.rules = rules_of(features)
-        self.links = LinkedStates()
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
         # Methods of optional parts.
-        self.after_step = overriding(features, "after_step")
+        self.after_step, self._refuse = overriding(features, "after_step"), overriding(features, "refuse")
+        self._around_update = overriding(features, "around_update")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
         # Why this engine must not train, if it must not.
@@ -64,15 +59,23 @@ class EngineState:
         return find(self.features, cls)
 
     def refuse(self) -> None:
-        """Raises RuntimeError if this engine must not train, for example because a step was interrupted."""
+        """Raises RuntimeError if this engine must not train."""
         if self.why_refused is not None:
             raise RuntimeError(self.why_refused)
-        self.interrupted_step.refuse()
+        for refuse in self._refuse:
+            refuse()
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Context of the code of a step that changes parameters."""
+        with contextlib.ExitStack() as stack:
+            for around in self._around_update:
+                stack.enter_context(around(self.engine))
+            yield
 
     def let_go(self) -> None:
         """Drops all gradients, and undoes the setup of the engine."""
         self.backward.release()
-        self.interrupted_step.forget()
         engine = self.engine
         if engine is not None:
             # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
@@ -83,7 +86,7 @@ class EngineState:
 
 def rules_of(features: List[Feature]) -> List[Rule]:
     """Returns the rules of an engine with these parts, in the order in which a step asks them."""
-    rules: List[Rule] = [OwnRanges()]
+    rules: List[Rule] = []
     for with_rules_of_part in overriding(features, "rules"):
         rules = with_rules_of_part(rules)
     return rules

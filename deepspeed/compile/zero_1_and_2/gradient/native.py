@@ -3,7 +3,7 @@
 """Access to DeepCompile's native code."""
 
 import functools
-from typing import Callable, Dict, List, Optional, Protocol, Tuple, Type
+from typing import Any, Callable, Dict, List, Optional, Protocol, Type
 
 import torch
 from torch.distributed import ProcessGroup
@@ -52,13 +52,16 @@ class Reducer(Protocol):
         host: Optional[torch.Tensor],
     ) -> int: ...
 
+    def set_carrier(self, group: int, carrier: object) -> None: ...
+
     def register_parameter(
         self,
         group: int,
         name: str,
         parameter: torch.Tensor,
         communication_dtype: torch.dtype,
-        pieces: List[Tuple[int, int, int, int]],
+        shard_numel: int,
+        offset: int,
     ) -> None: ...
 
     @property
@@ -74,6 +77,7 @@ class Reducer(Protocol):
     def finish_backward(self, reduces: bool, completes: bool) -> List[HandedOver]: ...
     def abandon_backward(self) -> None: ...
     def compare_and_await_targets(self) -> None: ...
+    def await_others(self) -> None: ...
     def release(self, group: Optional[int]) -> None: ...
     def close(self) -> None: ...
     def counters(self) -> Dict[str, int]: ...
@@ -85,6 +89,8 @@ class NativeModule(Protocol):
 
     Reducer: Type[Reducer]
     HandedOver: Type[HandedOver]
+    # Native modules of optional parts.
+    copy_engines: Any
 
     def reduce_grad(
         self, grad: torch.Tensor, registrations: torch.Tensor, position: int, donated: bool

@@ -73,6 +73,10 @@ class PartitionViews(list):
         targets = self._targets()
         return [targets[spec.offset] for spec in self._specs if not spec.is_padding]
 
+    def by_offset(self) -> List[Tuple[int, torch.Tensor]]:
+        """Lists (offset in elements, 1-D gradient) in ascending order."""
+        return sorted(self._targets().items(), key=lambda entry: entry[0])
+
     def without_padding(self) -> List[torch.Tensor]:
         """Lists the views without the padding, one for each parameter in this rank's partition."""
         return [view for view, spec in zip(self, self._specs, strict=True) if not spec.is_padding]
@@ -172,7 +176,7 @@ class PartitionViews(list):
 
         This object and the reducer drop their references: a target's memory is free when the caller drops the target.
         """
-        targets = sorted(self._targets().items(), key=lambda entry: entry[0])
+        targets = self.by_offset()
         self.release_grad_buffers()
         return targets
 

@@ -6,17 +6,15 @@ import contextlib
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 import torch._functorch.config
-from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
 from . import lowering
 from .parameter_numbers import ParameterNumbers, one_more_input, traced_registrations
 from .partitioner import ReduceGradPartitioner, Rewrite, Split
-from .reductions import index_of
 
 
 class Backend:
@@ -37,17 +35,12 @@ class Backend:
         debug_log: bool,
         registered: Sequence[torch.nn.Parameter],
         identity: int,
-        left_to_autograd: Sequence[torch.nn.Parameter] = (),
     ):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
         self.compiler, self.dynamic, self.debug_log = compiler, dynamic, debug_log
         # Says which inputs of a graph are registered parameters, and numbers them.
         self.numbers = ParameterNumbers(identity, registered)
-        # One graph may be called with one of these or with a registered parameter, so it reduces neither.
-        self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
-        # Whether all registered parameters lie at addresses that Inductor takes for aligned.
-        self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
         # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
@@ -57,6 +50,8 @@ class Backend:
         self.rewrites: List[Callable[[Sequence], Optional[Rewrite]]] = []
         # Returns the partitioner to use in place of torch's own, for example to keep fewer activations.
         self.split: Optional[Callable[[Sequence], Split]] = None
+        # Ids of parameters. One graph may be called with one of these or with another one, so it reduces neither.
+        self.left_to_autograd: Set[int] = set()
         # The number of modules that a part compiles by themselves. From one on, nothing else may compile the engine's
         # module. From two on, no graph runs last in every backward.
         self.compiled_modules = 0
@@ -127,7 +122,6 @@ class Frame:
             self.graph_id,
             self.release_reduce_buckets,
             backend.debug_log,
-            [not backend.are_aligned and (value in numbers or left) for value, left in zip(inputs, is_left)],
             [rewrite for rewrite in rewrites if rewrite is not None],
             backend.split and backend.split(inputs),
             # Inductor rearranges a graph, so lowering.py decides there.
@@ -183,32 +177,6 @@ def _generate_code(gm, example_inputs, partitioner, mode, options):
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
-    if not any(partitioner.lies_anywhere):
-        return compile_fx(gm, example_inputs, config_patches=patches)
-    inner_compile = functools.partial(_compile_for_any_address, partitioner.lies_anywhere)
-    return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
-
-
-def _compile_for_any_address(lies_anywhere, gm, example_inputs, **kwargs):
-    """Compiles a forward or backward graph that may be called with parameters at addresses of any alignment.
-
-    A graph that serves several layers is compiled for one layer, and Inductor assumes that the other layers'
-    parameters are aligned in the same way. In a flat tensor, parameters of all sizes lie side by side.
-    """
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    indices = {index for index, flag in enumerate(lies_anywhere) if flag}
-    # torch's partitioner hands the placeholders of a joint graph on to the graphs that it splits it into.
-    inputs = [
-        _at_any_address(value) if index_of(node) in indices and isinstance(value, torch.Tensor) else value
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
-    ]
-    return compile_fx_inner(gm, inputs, **kwargs)
-
-
-def _at_any_address(example):
-    """Returns a fake tensor like ``example`` that begins one element after the beginning of its memory."""
-    numel = 1 + sum((size - 1) * stride for size, stride in zip(example.size(), example.stride()))
-    with example.fake_mode:
-        memory = torch.empty(numel + 1, dtype=example.dtype, device=example.device)
-        return memory.as_strided(example.size(), example.stride(), 1)
+    # A graph that serves several layers is compiled for one. Inductor takes the others' parameters for aligned too,
+    # and they are: shards of all parameters have a multiple of SHARD_MULTIPLE elements.
+    return compile_fx(gm, example_inputs, config_patches=patches)

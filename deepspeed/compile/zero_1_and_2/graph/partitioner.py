@@ -46,7 +46,6 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     graph_id: Optional[int]  # for the log; None if the frame reduces nothing
     release_reduce_buckets: bool  # whether the backward of this graph is the last that reduces
     debug_log: bool  # whether to log the split graphs
-    lies_anywhere: Sequence[bool]  # for each input of the graph, whether it may lie at an address of any alignment
     rewrites: Sequence[Rewrite] = ()
     split: Optional[Split] = None
     donates: bool = False  # whether to mark gradients that the reducer may keep, because the graphs run as split
@@ -55,7 +54,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         positions = sorted(self.positions.items())
-        how = self.release_reduce_buckets, self.lies_anywhere, self.donates
+        how = self.release_reduce_buckets, self.donates
         parts = [rewrite.key for rewrite in self.rewrites], self.split and self.split.key
         key = cache_key(), schema, positions, how, parts
         return hashlib.sha256(repr(key).encode()).digest()

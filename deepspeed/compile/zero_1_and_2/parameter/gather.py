@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributes the new values of parameters after a ZeRO-1/2 step, in which each rank stepped its own partition."""
 
-import contextlib
 import weakref
-from typing import Container, ContextManager, List, Optional, Tuple
+from typing import Container, List, Optional, Sequence, Tuple
 
-from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
+from ..layout import Place, layouts_of
+from .carrier import Awaitable, carrier_of
 
 PURPOSE = "get the parameters that other ranks have stepped"
 
@@ -29,6 +29,13 @@ class AllGather:
         elements of this rank's partition of a parameter group."""
         return []
 
+    def before_write(self) -> None:
+        """Called before a step, or perhaps the caller, writes new values: no rank reads the old ones after it."""
+        optimizer = self._optimizer()
+        # A parameter may outlive its optimizer.
+        for group in range(len(optimizer.bit16_groups_flat)) if optimizer is not None else ():
+            carrier_of(optimizer, group).before_write()
+
     def start_first(self) -> None:
         """Called on every rank when the elements of :meth:`first_spans` have their new values, before
         :meth:`start`."""
@@ -39,22 +46,24 @@ class AllGather:
         Raises:
             DistBackendError: if the collective failed, for example because another rank died.
         """
-        optimizer = self._optimizer()
-        with collective(PURPOSE):
-            all_gather_dp_groups(
-                groups_flat=optimizer.bit16_groups_flat,
-                partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
-                dp_process_group=optimizer.real_dp_process_group,
-                start_alignment_factor=optimizer.nccl_start_alignment_factor,
-                allgather_bucket_size=optimizer.allgather_bucket_size,
-            )
+        for group, layout in enumerate(layouts_of(self._optimizer())):
+            with collective(PURPOSE):
+                for work in self.begin(group, layout.places):
+                    work.wait()
+        # The caller may write parameters next.
+        self.before_write()
+
+    def begin(self, group: int, places: Sequence[Place]) -> List[Awaitable]:
+        """Begins to gather the parameters of a group that lie in these places. Returns what to wait for."""
+        optimizer, world = self._optimizer(), layouts_of(self._optimizer())[group].world
+        runs = [(place.first, world * place.shard) for place in places]
+        return carrier_of(optimizer, group).gather(optimizer.bit16_groups_flat[group], runs)
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
         """Raises ValueError if one of the states in ``include`` (None: of all states) cannot move to the host."""
 
-    def linking(self) -> ContextManager:
-        """Returns the context in which the base links parameters with views of the partitions."""
-        return contextlib.nullcontext()
+    def take_changes(self) -> None:
+        """Called before a step reads parameters that a caller may have changed. Here it reads where they lie."""
 
     def wait_all(self) -> None:
         """Does nothing: no parameter is on its way after ``start()``."""

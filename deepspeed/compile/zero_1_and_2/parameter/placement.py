@@ -10,13 +10,13 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..gradient.views import PartitionViews
-from ..layout import partition
+from .runs import Runs, own_parameters
 
 
 class Placement:
     """Gradients lie on the device, in memory of the reducer, and new parameters are written where parameters lie.
 
-    :class:`HostMemory` places them elsewhere, if ``offload_optimizer`` puts the optimizer on the host.
+    A part places them elsewhere, if ``offload_optimizer`` puts the optimizer on the host.
     """
 
     # Whether gradients lie in host memory, and the step writes new parameters over them.
@@ -30,8 +30,10 @@ class Placement:
             gradient accumulation dtype, or None for memory of the reducer.
 
         Raises:
-            RuntimeError: if the memory cannot be allocated.
+            RuntimeError: if the memory cannot be allocated, or if no part serves an optimizer on the host.
         """
+        if optimizer.cpu_offload:
+            raise RuntimeError("DeepCompile needs its part features.offload_optimizer for an optimizer on the host")
         return None
 
     def drop_memory_of_base(self, optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -40,16 +42,16 @@ class Placement:
     def hand_over(self, optimizer: DeepSpeedZeroOptimizer, group: int, views: Optional[PartitionViews]) -> None:
         """Called when ``averaged_gradients[group]`` gets its gradients, or None when they are released."""
 
-    def new_parameters(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
-        """Returns the memory in which the step writes the new parameters of this rank's partition, 1-D.
+    def new_parameters(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> Runs:
+        """Returns where the step writes the new parameters of this rank's partition.
 
         The gradient of an element may lie where its new value is written.
         """
-        return partition(optimizer, group)
+        return own_parameters(optimizer, group)
 
     def send(self, optimizer: DeepSpeedZeroOptimizer, group: int, first: int, last: int) -> None:
-        """Called when elements [first, last) of :meth:`new_parameters` are written: copies them to the partition if
-        they lie elsewhere."""
+        """Called when elements [first, last) of :meth:`new_parameters` are written: copies them to the parameters
+        if they lie elsewhere."""
 
     def sending(self, optimizer: DeepSpeedZeroOptimizer) -> ContextManager:
         """Returns the context of calls of :meth:`send`, whose copies run after the current stream's work and before

@@ -7,24 +7,23 @@
 
 import functools
 import weakref
-from typing import Any, Callable, Container, Dict, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
-from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..engine.state import EngineState
 from ..gradient.registered import registered_parameters
-from ..layout import partition
+from ..parameter.runs import own_parameters
 from . import step
-from .linked_states import links_of
+from .even_order import EvenOrder, even_class
 
 # The attached optimizers whose parameters no later engine has taken over.
 attached = weakref.WeakSet()
 
 
-class StepLocalGradients(DeepSpeedZeroOptimizer):
+class StepLocalGradients(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
 
     :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
@@ -68,7 +67,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self._deepcompile.refuse()
         step.run(self)
         if not self.overflow:
-            self._deepcompile.links.link(self)
+            self.link_states()
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Does nothing when the base has stepped one group: the states of all groups are linked after the step."""
@@ -80,66 +79,22 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
             super().zero_grad(set_to_none)
         self._deepcompile.backward.drop_step()
 
-    # Checkpoints and states ----------------------------------------------------------------------------------------
-
-    def state_dict(self) -> Dict[str, Any]:
-        self._deepcompile.interrupted_step.refuse()
-        if self in attached:
-            # A set-up that failed half-way may have left master weights in two forms.
-            self._deepcompile.refuse()
-        self._deepcompile.gather.wait_all()
-        return super().state_dict()
-
-    def load_state_dict(self, *args, **kwargs) -> None:
-        self._deepcompile.gather.wait_all()
-        super().load_state_dict(*args, **kwargs)
-        self._deepcompile.links.forget_places()
-        self._deepcompile.links.link_again(self)
-        # All parameters have the checkpoint's values now, and a new step begins.
-        self._deepcompile.interrupted_step.forget()
-        self._deepcompile.backward.begin_anew()
-        self._deepcompile.backward.drop_step()
-
-    # The base's two methods below read or write parameters.
+    # Checkpoints and states are those of a part. The base's two methods below read or write parameters.
 
     def update_lp_params(self) -> None:
         gather = self._deepcompile.gather
         gather.wait_all()
+        gather.before_write()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
             # A part may have freed the master weights. Then the parameters have their new values already.
             if master.untyped_storage().nbytes() >= master.nbytes:
-                partition(self, group).copy_(master.data)
+                own_parameters(self, group).write(0, master.data)
         gather.start()
         gather.wait_all()
 
     def refresh_fp32_params(self) -> None:
         self._deepcompile.gather.wait_all()
         super().refresh_fp32_params()
-
-    def offload_states(
-        self, include: Optional[Container[OffloadStateTypeEnum]] = None, *args: Any, **kwargs: Any
-    ) -> None:
-        self._deepcompile.gather.refuse_to_offload(include)
-        self._deepcompile.gather.wait_all()
-        self._deepcompile.links.drop_links(self, OffloadStateTypeEnum.optim_states in self.offloaded_states)
-        super().offload_states(include, *args, **kwargs)
-        self._deepcompile.links.link_again(self)
-
-    def reload_states(self, *args, **kwargs) -> None:
-        self._deepcompile.gather.wait_all()
-        super().reload_states(*args, **kwargs)
-        self._deepcompile.links.return_to_host()
-        self._deepcompile.links.link_again(self)
-
-    def _link_all_hp_params(self):
-        with self._deepcompile.gather.linking():
-            super()._link_all_hp_params()
-        # The new links lead to no states.
-        self._hp_optimizer_states_linked = False
-        keep_no_graph(self)
-
-    def _get_offload_gradient_dict(self):
-        """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
 
     def destroy(self) -> None:
         self._deepcompile.let_go()
@@ -152,34 +107,24 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
 @functools.cache
 def _with_step_local_gradients(cls, *mixins):
-    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *mixins, cls), {"plain_class": cls})
+    name = f"StepLocal{cls.__name__}"
+    return type(name, (StepLocalGradients, *mixins, even_class(cls)), {"plain_class": even_class(cls)})
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
-    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state."""
+    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state.
+
+    The optimizer cannot step before :func:`~.even_order.adopt` has put its elements into the order of our layout.
+    """
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
     mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
-    # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
-    deepcompile.links.link_again(optimizer)
     deepcompile.placement.drop_memory_of_base(optimizer)
     attached.add(optimizer)
-
-
-def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Detaches the views of parameters that the base keeps for ``safe_get_full_*``.
-
-    The autograd graph of these views holds the parameters' accumulation nodes. Autograd runs an accumulation node on
-    the stream on which the node was made. These nodes were made on the stream of ``deepspeed.initialize()``, but the
-    model may be trained on another stream.
-    """
-    for links in links_of(optimizer):
-        links.lp_fragment = links.lp_fragment.detach()
 
 
 def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:

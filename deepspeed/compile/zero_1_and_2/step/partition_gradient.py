@@ -85,14 +85,13 @@ class PartitionGradient:
             return parts[0][1]
         return self._gather(parts, first, last)
 
-    def as_it_is(self, first: int, last: int) -> torch.Tensor:
-        """Returns the elements [first, last), 1-D, not scaled, and in their own dtype. Padding is zero.
+    def by_offset(self) -> List[Tuple[int, torch.Tensor]]:
+        """Lists (offset in the partition, 1-D gradient) of those that have not been taken, in ascending order."""
+        return [(offset, gradient) for offset, _, gradient in self._rest] if self._flat is None else [(0, self._flat)]
 
-        The next call may overwrite the result.
-        """
-        if self._flat is not None:
-            return self._flat[first:last]
-        return self._gather(self._parts(first, last), first, last)
+    def as_they_are(self, first: int, last: int) -> List[torch.Tensor]:
+        """Returns what keeps the memory of the gradients in [first, last), for a caller that knows where they lie."""
+        return [] if self._flat is not None else [gradient for _, gradient in self._parts(first, last)]
 
     def _gather(self, parts, first, last):
         """Copies the parts of [first, last) together."""

@@ -35,12 +35,16 @@ class StepOfGroups:
             for group in groups
         ]
 
+    def prepare(self) -> None:
+        """Called before the host waits for the device, with the gradients in ``averaged_gradients``."""
+        for group, step in enumerate(self._steps):
+            step.prepare(self.optimizer.averaged_gradients[group].by_offset())
+
     def _partition(self, group, step_is_unpatched):
         optimizer = self.optimizer
         return Partition(
             optimizer.optimizer,
             group,
-            optimizer._deepcompile.layouts[group].first,
             self.factors[group],
             optimizer.gradient_accumulation_dtype,
             optimizer._deepcompile.placement.new_parameters(optimizer, group),

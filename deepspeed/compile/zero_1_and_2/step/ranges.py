@@ -9,23 +9,11 @@ exist only for one range at a time.
 
 from typing import Callable, List, Tuple
 
-import torch
-
 from .partition_gradient import PartitionGradient
 from .rule import Step
 
-# Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
-RANGE_NUMEL = 2**27
-# On the host 24 MiB: the next pass finds most of a range in the processor's cache, and the C library asks the system
-# for each allocation above 32 MiB. With shorter ranges, the threads of each pass would take too long to start.
-RANGE_NUMEL_ON_HOST = 3 * 2**21
 # A partition of fewer elements is stepped as a whole: to step some spans first would take longer.
 SMALL_NUMEL = 2**24
-
-
-def end_of_range(master: torch.Tensor, first: int, limit: int) -> int:
-    """Returns the end of the range that begins at ``first``: as many elements as are stepped at once."""
-    return min(first + (RANGE_NUMEL_ON_HOST if master.is_cpu else RANGE_NUMEL), limit)
 
 
 class Ranges:

@@ -3,9 +3,11 @@
 """The interface of a rule, a way to step the elements of a partition. Parts add rules: ``Feature.rules()``."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Protocol, Tuple
 
 import torch
+
+from ..parameter.runs import Runs
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -28,12 +30,11 @@ class Partition:
 
     optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
     index: int  # index of the parameter group, whose only parameter is the master weights of the partition
-    offset: int  # offset of the partition in the group's flat tensor, in elements
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
-    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before
+    # Where the new values of the parameters are written. The gradient may lie there too: read each element before
     # writing it.
-    new: torch.Tensor
+    new: Runs
     # Whether nobody has changed the optimizer's step(). Otherwise, no rule may step in its place.
     step_is_unpatched: bool
 
@@ -52,13 +53,16 @@ class Partition:
         """The optimizer's state of the master weights, empty before the first step."""
         return self.optimizer.state.get(self.master) or {}
 
-    def keep_state(self, state: Dict[str, Any]) -> None:
-        """Makes ``state`` the optimizer's state of the master weights."""
-        self.optimizer.state[self.master] = state
-
 
 class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
+
+    def prepare(self, gradients: List[Tuple[int, torch.Tensor]]) -> None:
+        """Called once, before the host waits to learn whether gradients overflowed. Changes nothing that stays.
+
+        ``gradients``: (offset in the partition, 1-D) of each, ascending, where :meth:`run` finds them.
+        """
+        return
 
     def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
         """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.
@@ -69,6 +73,7 @@ class Step(Protocol):
 
     def finish(self) -> None:
         """Called when all elements are stepped. Writes states that belong to no element, such as the step count."""
+        return
 
 
 class Rule(Protocol):

@@ -55,11 +55,14 @@ def _run(optimizer):
     transform = deepcompile.transform
 
     def begin():
-        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        groups.prepare()
+        return groups
 
     # Begin before the host waits for the norm, so that the device has work. A transform changes states, so it must
     # wait for the answer. Then clipping takes the norm of the transformed gradients.
     groups = begin() if transform is None else None
+    deepcompile.reducer.await_others()
     optimizer.overflow = overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
@@ -69,7 +72,8 @@ def _run(optimizer):
                 pass
         return
 
-    with deepcompile.interrupted_step.changing_parameters(deepcompile.engine):
+    deepcompile.gather.take_changes()
+    with deepcompile.updating():
         if transform is not None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
                 transform.run(optimizer)
@@ -81,6 +85,7 @@ def _run(optimizer):
                 # The caller replaced `parameter.data` (for example to swap in averaged weights): put the parameter
                 # back into the flat tensor. Do so before the update, after which a read may wait for the gather.
                 optimizer._update_model_bit16_weights(group)
+        deepcompile.gather.before_write()
         with deepcompile.placement.sending(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):

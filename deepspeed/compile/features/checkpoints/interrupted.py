@@ -5,7 +5,7 @@
 import contextlib
 from typing import TYPE_CHECKING, Iterator, Optional
 
-from ..hooks import Hook
+from ...zero_1_and_2.hooks import Hook
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

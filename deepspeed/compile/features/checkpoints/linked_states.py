@@ -49,7 +49,9 @@ class LinkedStates:
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
             # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
-            spans = [(piece.offset, piece.numel) for piece in optimizer._deepcompile.layouts[group].pieces]
+            layout = optimizer._deepcompile.layouts[group]
+            pieces = (place.piece(rank) for place in layout.places for rank in range(layout.world))
+            spans = [(piece.offset, piece.numel) for piece in pieces if piece.numel]
             state = optimizer.optimizer.state[master].items()
             can_be_linked = group not in optimizer._deepcompile.transformed
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}

@@ -94,7 +94,6 @@ def assert_saved_and_loaded(results, dtype):
             assert_same(loaded.end, dtype)
 
 
-@pytest.mark.core
 @vary("model", ["FillsPartition", pytest.param("OneGraph", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["saved-with", "saved-without"])
 @vary("stage, dtype", [(1, "fp32"), (2, "bf16"), (2, "fp16")])

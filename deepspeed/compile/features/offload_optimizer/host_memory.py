@@ -9,25 +9,28 @@ before the new parameter is written over it.
 
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Iterator, Optional
+from typing import TYPE_CHECKING, Dict, Iterator, Optional
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from ..layout import partition
-from .placement import Placement
+from ...zero_1_and_2.parameter.placement import Placement
+from ...zero_1_and_2.parameter.runs import Runs, in_one_run, own_parameters
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from ..gradient.views import PartitionViews
+    from ...zero_1_and_2.gradient.views import PartitionViews
 
 
 class HostMemory(Placement):
     """Gradients lie in host memory, over which the step writes new parameters before it sends them to the device."""
 
     on_host = True
+
+    def __init__(self) -> None:
+        self._new: Dict[int, torch.Tensor] = {}  # parameter group -> memory of its new parameters
 
     def gradients(
         self, optimizer: "DeepSpeedZeroOptimizer", group: int, partition_numel: int
@@ -36,19 +39,20 @@ class HostMemory(Placement):
 
         The caller must keep the returned tensor: DeepSpeed may unpin its memory when the tensor is gone.
         """
-        dtype = optimizer.gradient_accumulation_dtype
-        # The base has two tensors of this size: one in the parameters' dtype, and the gradient of the master weights.
-        for tensor in (self.new_parameters(optimizer, group), _master(optimizer, group).grad):
-            if tensor is not None and tensor.dtype == dtype:
-                return tensor
+        dtype, new = optimizer.gradient_accumulation_dtype, optimizer.bit16_groups_flat[group].dtype
+        # The base's own memory has another size, and goes when the optimizer is attached.
+        self._new[group] = self._allocate(optimizer, partition_numel, new)
+        return self._new[group] if new == dtype else self._allocate(optimizer, partition_numel, dtype)
+
+    def _allocate(self, optimizer, numel, dtype):
         pinned = optimizer.cpu_offload_pin_memory
         try:
             # Name the device: the caller may have changed torch's default device.
             make = get_accelerator().pin_empty if pinned else torch.empty
-            return make(partition_numel, dtype=dtype, device="cpu")
+            return make(numel, dtype=dtype, device="cpu")
         except RuntimeError as error:
             raise RuntimeError(
-                f"zero_optimization.offload_optimizer: {partition_numel * dtype.itemsize / 2**30:.1f} GiB of "
+                f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
                 f"{'pinned ' if pinned else ''}host memory for gradients could not be allocated; use more ranks"
                 f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
             ) from error
@@ -64,8 +68,11 @@ class HostMemory(Placement):
             if vars(parameter).get("_zero_optimizer") is optimizer:
                 del parameter._zero_optimizer
         for group in range(len(optimizer.bit16_groups)):
-            _master(optimizer, group).grad = None
+            optimizer.single_partition_of_fp32_groups[group].grad = None
             optimizer.offload_gradient_dict[group] = None
+            if optimizer.cpu_offload_pin_memory:
+                get_accelerator().unpin_memory(optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group])
+            optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group] = self._new[group]
         optimizer.accumulated_grads_in_cpu.clear()
         optimizer.norm_for_param_grads.clear()
         if optimizer.cpu_offload_pin_memory:
@@ -82,13 +89,13 @@ class HostMemory(Placement):
         # the host memory of the gradients stays allocated.
         optimizer.offload_gradient_dict[group] = None if views is None else views.without_padding()
 
-    def new_parameters(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
-        return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group]
+    def new_parameters(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> Runs:
+        return in_one_run(optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group])
 
     def send(self, optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, last: int) -> None:
-        source = self.new_parameters(optimizer, group)[first:last]
+        source = self.new_parameters(optimizer, group).read(first, last)
         with get_accelerator().stream(optimizer.reduction_stream):
-            partition(optimizer, group)[first:last].copy_(source, non_blocking=True)
+            own_parameters(optimizer, group).write(first, source)
 
     @contextlib.contextmanager
     def sending(self, optimizer: "DeepSpeedZeroOptimizer") -> Iterator[None]:
@@ -101,7 +108,3 @@ class HostMemory(Placement):
         finally:
             if stream is not None:
                 get_accelerator().current_stream().wait_stream(stream)
-
-
-def _master(optimizer, group):
-    return optimizer.single_partition_of_fp32_groups[group]

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from support.checkpoints import in_base_order
 from support.ids import vary
 from support.options import SMALL
 from support.training import ROUNDING, Case, batch, build, make_engine, total_error
@@ -23,7 +24,8 @@ def load_with_and_without_deepcompile(folder, case):
     """Saves with DeepCompile, loads into an engine with and one without it, and trains both for one more step."""
 
     def masters(engine):
-        return [partition.detach().clone() for partition in engine.optimizer.single_partition_of_fp32_groups]
+        found = enumerate(engine.optimizer.single_partition_of_fp32_groups)
+        return [in_base_order(engine.optimizer, group, master.detach()) for group, master in found]
 
     rank = torch.distributed.get_rank()
     torch._dynamo.reset()

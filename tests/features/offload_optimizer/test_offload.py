@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With the optimizer on the host (``offload_optimizer``), gradients go there too, and training stays what it is.
 
-``test_dtypes.py`` has the number formats, and ``test_checkpoints.py``, ``test_engine_state.py`` and
-``core/test_read_and_set.py`` what is saved, moved, read and set.
+``test_dtypes.py`` has the number formats, ``test_engine_state.py`` what is moved, and
+``features/checkpoints/`` what is saved, read and set.
 """
 
 import contextlib
@@ -375,8 +375,8 @@ def test_little_host_memory(ranks):
 def test_deprecated_name(ranks):
     """DeepSpeed takes the old name for the new one, and gradients would stay on the device."""
     config = {"zero_optimization": {"cpu_offload": True}, "zero_force_ds_cpu_optimizer": False}
-    for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config))):
-        assert result.counters["on_host"] > 0 == result.counters["peak_bound"]
+    results = check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config)))
+    assert all(result.counters["on_host"] > 0 == result.counters["peak_bound"] for result in results)
 
 
 # Copies between device and host ------------------------------------------------------------------------------------

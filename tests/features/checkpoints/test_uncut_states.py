@@ -1,0 +1,119 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of states that cannot be cut, such as quantized ones."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.compile.features.checkpoints.in_base_order import LOST
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.beside import warnings_logged
+from support.training import device, small_shards
+
+
+class Uncut(torch.Tensor):
+    """A tensor that is cut nowhere."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.narrow, torch.narrow):
+            raise ValueError("not between blocks")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum that is cut nowhere, and that counts the steps of each element."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter).as_subclass(Uncut)
+                    state["count"] = torch.zeros_like(parameter)
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
+
+
+def make(deepcompile=True):
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(13, 40), torch.nn.Tanh(), torch.nn.Linear(40, 7)).to(device())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "compile": {"deepcompile": deepcompile},
+    }
+    engine = deepspeed.initialize(model=module, optimizer=Momentum(module.parameters()), config=config)[0]
+    if deepcompile:
+        with small_shards(config):
+            engine.compile(backend="eager")
+    else:
+        # DeepSpeed itself links no parameter with such a state.
+        engine.optimizer._lazy_init_hp_params_optimizer_state = lambda: None
+    return engine
+
+
+def train(engine, steps):
+    for step in steps:
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        engine.backward(engine(torch.randn(2, 13, generator=generator).to(device())).square().mean())
+        engine.step()
+
+
+def values(engine):
+    return [safe_get_full_fp32_param(parameter).clone() for parameter in engine.module.parameters()]
+
+
+def saved_and_resumed(folder):
+    """Returns whether what goes on from a checkpoint is what has gone on without one."""
+    engine = make()
+    train(engine, range(3))
+    engine.save_checkpoint(folder)
+    train(engine, range(3, 5))
+    expected = values(engine)
+    engine.destroy()
+    engine = make()
+    engine.load_checkpoint(folder)
+    train(engine, range(3, 5))
+    (state,) = engine.optimizer.optimizer.state.values()
+    assert sorted(state) == ["count", "momentum"] and type(state["momentum"]) is Uncut
+    return [torch.equal(*both) for both in zip(values(engine), expected, strict=True)]
+
+
+def test_saved_and_resumed(ranks, tmp_path):
+    """A save would cut them, and raise; or a load would read them in another order."""
+    for equal in ranks(2).run(saved_and_resumed, str(tmp_path)):
+        assert all(equal)
+
+
+def loaded_from_off(folder):
+    """Loads what an engine without DeepCompile has saved. Returns what is warned of, and the steps of states."""
+    engine = make(deepcompile=False)
+    train(engine, range(2))
+    engine.save_checkpoint(folder)
+    expected = values(engine)
+    engine.destroy()
+    engine = make()
+    train(engine, range(1))
+    with warnings_logged() as said:
+        engine.load_checkpoint(folder)
+    assert all(torch.equal(*both) for both in zip(values(engine), expected, strict=True))
+    train(engine, range(2, 3))
+    (state,) = engine.optimizer.optimizer.state.values()
+    return [text for text in said if LOST.format(0) in text], state["count"].unique().tolist()
+
+
+@pytest.mark.follows("begin anew: they cannot be cut")
+def test_loaded_from_another_order(ranks, tmp_path):
+    """Momentum of other elements would be added to each element."""
+    for rank, (said, counts) in enumerate(ranks(2).run(loaded_from_off, str(tmp_path))):
+        assert counts == [1.0] and (len(said) == 1 or rank)
