@@ -213,7 +213,7 @@ def keep_memory(case):
     return found
 
 
-def test_kept_memory(ranks):
+def test_aliases(ranks):
     """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
     for found in ranks(2).run(keep_memory, Case(config={})):
         assert [error for error, _ in found] == [0.0] * 5

@@ -19,13 +19,13 @@ from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, Place
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
+from .aliases import Aliases
 from .arriving import Arrival, can_be_marked, mark, unmark
-from .kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-KEPT = (
+ALIASED = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
     "keep the parameters instead"
 )
@@ -80,18 +80,18 @@ class OverlappedGather(AllGather):
         self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
-        self._kept = KeptMemory(optimizer)
+        self._aliases = Aliases(optimizer)
         # Whether somebody could read parameters of the current step without waiting, and whether the user knows.
-        self._is_kept = self._has_said_so = False
+        self._has_aliases = self._has_said_so = False
 
     def before_step(self) -> None:
         # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
         self.wait_all()
-        before, self._is_kept = self._is_kept, self._kept.is_kept()
+        before, self._has_aliases = self._has_aliases, self._aliases.exist()
         # Not at the first time: what the first step has compiled may keep memory until Python collects it.
-        if before and self._is_kept and not self._has_said_so:
+        if before and self._has_aliases and not self._has_said_so:
             # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
-            log_notice(KEPT, dist.get_rank())
+            log_notice(ALIASED, dist.get_rank())
             self._has_said_so = True
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
@@ -124,7 +124,7 @@ class OverlappedGather(AllGather):
         with collective(PURPOSE):
             for index in range(1, len(self._places)):
                 self._note_sent(index, self._gather(index))
-        self.wait(sorted(self._works) if self._is_kept else self._not_overlapped)
+        self.wait(sorted(self._works) if self._has_aliases else self._not_overlapped)
 
     def _note_sent(self, unit, works):
         if not works:
