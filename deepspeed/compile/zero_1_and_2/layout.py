@@ -94,6 +94,10 @@ class Layout:
         """Elements of the flat tensor."""
         return self.world * self.partition_numel
 
+    def run(self, place: Place) -> Tuple[int, int]:
+        """Returns (first element, elements) of a parameter's shards in the flat tensor."""
+        return place.first, self.world * place.shard
+
     def own_pieces(self) -> Iterator[Piece]:
         """Yields the pieces in this rank's partition that have elements, in its order."""
         pieces = (place.piece(self.rank) for place in self.places)

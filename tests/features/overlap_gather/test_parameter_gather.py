@@ -8,7 +8,9 @@ import os
 import pickle
 import tempfile
 import time
+import weakref
 from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.hooks import Hook
+from deepspeed.compile.zero_1_and_2.layout import Layout
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.ids import vary
@@ -298,6 +301,16 @@ def test_each_block_waits_for_its_own(ranks):
         assert waits.pending == [[2, 3], [3], [], []]
         assert waits.hooks == 0, "a read waits by itself"
         assert waits.compilations == 0, "guards have met a parameter on its way"
+
+
+@pytest.mark.quick
+def test_what_dynamo_keeps_holds_no_parameter():
+    """Dynamo's caches keep the part after the engine is gone: a model that is gone would keep its memory."""
+    parameter, optimizer = torch.nn.Parameter(torch.zeros(8)), mock.Mock(bit16_groups_flat=[torch.zeros(8)])
+    kept = gather.OverlappedGather(optimizer, [Layout([(parameter, 8)], 2, 0)], [[parameter]])
+    reference = weakref.ref(parameter)
+    del parameter
+    assert reference() is None and kept.units_of([]) == set()
 
 
 def test_hooks_can_be_pickled():

@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
-from ..layout import Place, layouts_of
+from ..layout import layouts_of
 from .carrier import Awaitable, carrier_of
 
 PURPOSE = "get the parameters that other ranks have stepped"
@@ -48,15 +48,14 @@ class AllGather:
         """
         for group, layout in enumerate(layouts_of(self._optimizer())):
             with collective(PURPOSE):
-                for work in self.begin(group, layout.places):
+                for work in self.begin(group, [layout.run(place) for place in layout.places]):
                     work.wait()
         # The caller may write parameters next.
         self.before_write()
 
-    def begin(self, group: int, places: Sequence[Place]) -> List[Awaitable]:
-        """Begins to gather the parameters of a group that lie in these places. Returns what to wait for."""
-        optimizer, world = self._optimizer(), layouts_of(self._optimizer())[group].world
-        runs = [(place.first, world * place.shard) for place in places]
+    def begin(self, group: int, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
+        """Begins to gather the parameters of a group that have these runs. Returns what to wait for."""
+        optimizer = self._optimizer()
         return carrier_of(optimizer, group).gather(optimizer.bit16_groups_flat[group], runs)
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
