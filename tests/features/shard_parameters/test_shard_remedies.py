@@ -316,7 +316,7 @@ def gathers_that_cannot_begin():
     """Returns what two forwards say when gathers fail at once, and how many units are on their way."""
     _, engine = make("all")
     sharded = feature.sharded_blocks(engine)
-    with mock.patch.object(Collectives, "gather_shards", side_effect=RuntimeError("the process group has gone")):
+    with mock.patch.object(Collectives, "gather", side_effect=RuntimeError("the process group has gone")):
         said = [outcome(engine, batch(0, 0, 0, 4)) for _ in range(2)]
     return said, len(sharded.whole._is_kept)
 

@@ -69,7 +69,7 @@ class Partitions:
     ) -> List[Awaitable]:
         """Begins to fill runs of memory, 1-D, with the shards of all ranks. Returns what to wait for."""
         shards = [self.own[group].narrow(0, place.offset, place.shard) for place in places]
-        return self._carriers[group].gather_shards(memory, runs, shards)
+        return self._carriers[group].gather(memory, runs, shards)
 
     def to_write(self, group: int) -> torch.Tensor:
         """Returns this rank's shards of a parameter group, when no other rank reads them any more."""
