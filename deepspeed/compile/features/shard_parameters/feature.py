@@ -55,11 +55,10 @@ class ShardedGather(AllGather):
                 "cannot move it to the host; name other states in include=[...]"
             )
 
-    def take_changes(self) -> None:
+    def wait_all(self) -> None:
         self._sharded.take_changes()
 
-    def wait_all(self) -> None:
-        self.take_changes()
+    before_step = wait_all
 
 
 class GathersInBackward(_NextClass):

@@ -171,11 +171,7 @@ class _Arrival:
 
 def carrier_of(optimizer: DeepSpeedZeroOptimizer, group: int) -> Carrier:
     """Returns the carrier of a parameter group's process group."""
-    return carrier_for(carriers_of(optimizer), optimizer.real_dp_process_group[group])
-
-
-def carrier_for(carriers: "Dict[ProcessGroup, Carrier]", process_group: "ProcessGroup") -> Carrier:
-    """Returns the carrier of a process group among those of :func:`carriers_of`."""
+    carriers, process_group = carriers_of(optimizer), optimizer.real_dp_process_group[group]
     if process_group not in carriers:
         carriers[process_group] = Collectives(process_group)
     return carriers[process_group]
