@@ -143,5 +143,5 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
         # The parameters are sharded: the part that shards them puts them in their place itself.
         return True
     first, size = flat.data_ptr(), flat.element_size()
-    places = optimizer._deepcompile.layouts[group].places
+    places = layouts_of(optimizer)[group].places
     return all([place.parameter.data_ptr() == first + size * place.first for place in places])
