@@ -87,7 +87,7 @@ class CopyEngineCarrier:
                 streams=[(stream.stream_id, stream.device_type, stream.cuda_stream) for stream in streams],
                 device=device,
                 staging=self._staging.addresses,
-                staging_bytes=self._staging.bytes,
+                staging_bytes=self._staging.tensor.nbytes,
                 slots=slots,
                 receive=torch.empty(RECEIVES, world - 1, row, dtype=torch.uint8, device=device),
             )
@@ -100,8 +100,6 @@ class CopyEngineCarrier:
 
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Returns memory of zeros for shards that :meth:`gather` carries."""
-        if like.device != self._device:
-            return self._collectives.partition(numel, like)
         return self._mapped(numel, like.dtype).zero_()
 
     def take_in(self, memory: torch.Tensor) -> torch.Tensor:
@@ -113,9 +111,9 @@ class CopyEngineCarrier:
 
     def _mapped(self, numel, dtype):
         flat = mapped(numel, dtype, self._device, self._group)
-        self.native.add_flat(flat.addresses, flat.bytes)
+        self.native.add_flat(flat.addresses, flat.tensor.nbytes)
         begin = flat.tensor.data_ptr()
-        self._flats.append((begin, begin + flat.bytes, flat.handle))
+        self._flats.append((begin, begin + flat.tensor.nbytes, flat.handle))
         return flat.tensor
 
     def beside(self, process_group: "ProcessGroup") -> "CopyEngineCarrier":

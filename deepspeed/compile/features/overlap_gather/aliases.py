@@ -43,17 +43,14 @@ class Aliases:
 
 def _others(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]:
     """Lists the tensors beside parameters that DeepSpeed has in a group's flat tensor, and that tensor."""
-    parameters = optimizer.bit16_groups[group]
-    links = (getattr(parameter, "_hp_mapping", None) for parameter in parameters)
+    links = (getattr(parameter, "_hp_mapping", None) for parameter in optimizer.bit16_groups[group])
     tensors = [
         optimizer.bit16_groups_flat[group],
-        *optimizer.parallel_partitioned_bit16_groups[group],
         *(link.lp_fragment for link in links if link is not None),
     ]
     # A view keeps the tensor of which it is one.
     tensors += [tensor._base for tensor in tensors if tensor._base is not None]
-    of_parameters = {id(parameter) for parameter in parameters}
-    return list({id(tensor): tensor for tensor in tensors if id(tensor) not in of_parameters}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _count_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> int:
