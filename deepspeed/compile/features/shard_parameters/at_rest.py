@@ -15,7 +15,7 @@ import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -376,10 +376,10 @@ def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(OnFirstRank)
 
 
-def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
-    """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
+def stands_for(tensor: Any) -> Tuple[Any, str]:
+    """Returns the unit and the name of the parameter for whose values a tensor at rest stands; for others None, ""."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
-    return None if share is None or share.is_copy else (share.unit(), share.name)
+    return (None, "") if share is None or share.is_copy else (share.unit(), share.name)
 
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:

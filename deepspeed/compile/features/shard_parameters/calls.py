@@ -60,7 +60,7 @@ def _shards(engine):
 
 def owner_of(item: Any) -> "Optional[ShardedBlocks]":
     """Returns what gathers a tensor at rest. None for anything else."""
-    unit = (stands_for(item) or [None])[0]
+    unit, _ = stands_for(item)
     return None if unit is None else unit.owner
 
 
@@ -156,8 +156,7 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
 
     found = _at_rest_in(client_state)
     places = {unit: number for number, unit in enumerate(sharded.units)}
-    units = {(stands_for(tensor) or (None, ""))[0] for tensor in found.values()}
-    own = {places[unit] for unit in units if unit in places}
+    own = {places[unit] for unit, _ in map(stands_for, found.values()) if unit in places}
     of_ranks: List[Any] = [None] * dist.get_world_size()
     with collective("learn which ranks save parameters beside their module"):
         torch.distributed.all_gather_object(of_ranks, own)
@@ -256,7 +255,7 @@ def _with_values(sharded, state_dict, takes, units=None):
     sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
-        unit, name = stands_for(entry) or (None, "")
+        unit, name = stands_for(entry)
         if unit is not None:
             keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
     # In the same order on all ranks.

@@ -177,7 +177,8 @@ class Unit:
                 assert self.has_ended, self.memory.name
                 raise ended(self.memory.name)
             self._wait()
-            self.unmark()
+            for _, parameter in self.memory.parameters():
+                unmark(parameter)
             self.is_gathered = self._has_trained = True
             self._readers = [stream]
             self.memory.note_versions()
@@ -229,7 +230,8 @@ class Unit:
             are_moved = self.memory.take_back()
             if are_moved or self.is_used or self.memory.are_changed():
                 self.memory.keep_own_part(trained_too=self._has_trained)
-            self.mark()
+            for name, parameter in self.memory.parameters():
+                mark_resharded(parameter, name, self)
         self.is_gathered = self.is_used = False
         self.memory.free()
         self.memory.lent_is_current = self.memory.is_lent and self._has_trained
@@ -238,16 +240,6 @@ class Unit:
         """Frees the memory of a unit at rest, unless others still have views of it."""
         if not self.is_gathered and self._works is None:
             self.memory.free()
-
-    def mark(self) -> None:
-        """Makes reads of the parameters raise, or gather the unit where all ranks read it."""
-        for name, parameter in self.memory.parameters():
-            mark_resharded(parameter, name, self)
-
-    def unmark(self) -> None:
-        """Undoes :meth:`mark`."""
-        for _, parameter in self.memory.parameters():
-            unmark(parameter)
 
     def keep(self, owner: Any) -> None:
         """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""
