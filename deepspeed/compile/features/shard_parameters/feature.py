@@ -102,7 +102,7 @@ class ShardParameters(Feature):
         self.sharded = ShardedBlocks(
             context.module, blocks.blocks, trained, group, device, context.identity, optimizer_of_all
         )
-        if self.sharded.partitions is not None:
+        if self.sharded.optimizer is not None:
             self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
         context.backend.rewrites.append(SaveByHooks.of_parameters)
