@@ -111,14 +111,16 @@ def take_partitions(
             torch.cat([own.new_empty(0), *own_parameters(optimizer, group).views(0, layout.partition_numel)], out=own)
         else:
             own = carrier.take_in(own)
-        optimizer.own_partitions[group], carrier = own, carrier.beside(process_group)
+        carrier = carrier.beside(process_group)
         for segment in segments:
             if segment.group == group:
                 segment.own, segment.carrier = own, carrier
 
 
-def give_up_flats(optimizer: "DeepSpeedZeroOptimizer") -> None:
+def give_up_flats(optimizer: "DeepSpeedZeroOptimizer", segments: List[Segment]) -> None:
     """Gives back the memory of the flat tensors, when no parameter lies there. They keep their shape."""
+    # Only now: a set-up that raises before leaves the parameters in the flat tensors.
+    optimizer.own_partitions.update({segment.group: segment.own for segment in segments})
     for group, layout in enumerate(optimizer.even_layouts):
         optimizer.bit16_groups_flat[group].untyped_storage().resize_(0)
         for piece in layout.own_pieces():

@@ -147,7 +147,7 @@ class ShardedBlocks:
         with every_rank_raises(TAKE_IN, self._group):
             alone()
             if optimizer is not None:
-                give_up_flats(optimizer)
+                give_up_flats(optimizer, segments)
 
     def _all_units(self):
         return self.units if self.outside is None else [*self.units, self.outside]
