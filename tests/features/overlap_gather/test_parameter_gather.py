@@ -3,6 +3,7 @@
 """Parameters that are gathered under the next forward are new wherever they are read."""
 
 import contextlib
+import gc
 import glob
 import os
 import pickle
@@ -10,7 +11,6 @@ import tempfile
 import time
 import weakref
 from typing import List, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +20,10 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.hooks import Hook
-from deepspeed.compile.zero_1_and_2.layout import Layout
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.ids import vary
-from support.models import WITH_BLOCKS, Block
+from support.models import WITH_BLOCKS, Block, BlocksWithin
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
 from support.training import (
     BOUND,
@@ -303,14 +302,23 @@ def test_each_block_waits_for_its_own(ranks):
         assert waits.compilations == 0, "guards have met a parameter on its way"
 
 
-@pytest.mark.quick
-def test_what_dynamo_keeps_holds_no_parameter():
-    """Dynamo's caches keep the part after the engine is gone: a model that is gone would keep its memory."""
-    parameter, optimizer = torch.nn.Parameter(torch.zeros(8)), mock.Mock(bit16_groups_flat=[torch.zeros(8)])
-    kept = gather.OverlappedGather(optimizer, [Layout([(parameter, 8)], 2, 0)], [[parameter]])
-    reference = weakref.ref(parameter)
-    del parameter
-    assert reference() is None and kept.units_of([]) == set()
+def parameters_left(section):
+    """Returns how many parameters of a model are alive when nobody has it or its engine any more."""
+    module = BlocksWithin().to(device())
+    engine = make_engine(module, Case(config={"compile": {"regional_compilation": True, **section}}))
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    references = [weakref.ref(parameter) for parameter in module.parameters()]
+    engine.destroy()
+    del engine, module
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+@vary("section", [{"overlap_param_gather": True}, {"shard_parameters": "frozen"}, {"shard_parameters": "all"}])
+def test_a_model_goes_with_its_engine(ranks, section):
+    """Dynamo's caches keep an engine's parts for good: a part that holds a parameter would keep its memory."""
+    assert ranks(2).run(parameters_left, section) == [0, 0]
 
 
 def test_hooks_can_be_pickled():
