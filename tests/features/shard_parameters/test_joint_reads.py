@@ -250,6 +250,30 @@ def test_not_all_ranks_read(ranks, how, shards):
     assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
 
 
+def read_state_dicts():
+    """Returns the norm of each of two state dicts, or why a rank cannot read it, and whether a copy may be made."""
+    module, engine = make("plain", config("all"))
+
+    def norm(state_dict):
+        return sum(values.norm().item() for values in state_dict.values())
+
+    saved = engine.module_state_dict()
+    told = norm(module.state_dict()), outcome(norm, saved)
+    copied = {name: values.to(torch.bfloat16).clone().shape for name, values in saved.items()}
+    with unsharded_parameters(engine):
+        same = copied == {name: values.shape for name, values in module.state_dict().items()}
+        engine.destroy()
+    return *told, same
+
+
+@pytest.mark.follows("and another rank was to read it; read engine.module.state_dict() on all ranks")
+def test_a_state_dict_that_one_rank_saves(ranks):
+    """A rank without its values would wait for others a minute, and then say that they do not read it."""
+    (first, _, may_copy), (second, said, may_too) = ranks(2).run(read_state_dicts)
+    assert first == second and may_copy and may_too
+    assert said.startswith("RuntimeError: with compile.shard_parameters only rank 0 gets the values"), said
+
+
 def keys_that_stay():
     """Returns how many keys the store has more after a hundred reads than after ten."""
     module, engine = make("plain", config("all"))

@@ -364,6 +364,16 @@ class OnFirstRank(torch.Tensor):
     So each rank may prepare a state dict as the first rank does, which saves it.
     """
 
+    @classmethod
+    def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise RuntimeError(
+                "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, "
+                "and another rank was to read it; read engine.module.state_dict() on all ranks"
+            ) from error
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "

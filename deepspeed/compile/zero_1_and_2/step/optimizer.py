@@ -88,9 +88,10 @@ class StepLocalGradients(EvenOrder):
         gather.start()
         gather.wait_all()
 
-    def refresh_fp32_params(self) -> None:
+    def _restore_from_bit16_weights(self) -> None:
+        # The engine calls it where a checkpoint has brought parameters alone.
         self._deepcompile.gather.wait_all()
-        super().refresh_fp32_params()
+        super()._restore_from_bit16_weights()
 
     def destroy(self) -> None:
         self._deepcompile.let_go()
