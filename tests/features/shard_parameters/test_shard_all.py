@@ -57,6 +57,7 @@ from support.options import outcome
 from support.training import Case, batch, device, make_engine, make_optimizer
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
+FROZEN = {"compile": {"regional_compilation": True, "shard_parameters": "frozen"}}
 WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
@@ -117,7 +118,9 @@ BESIDE = {
 def make(model, config, trained="all", optimizer=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements}[model]().to(device())
+    module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements, "images": SeesImages}[model]().to(
+        device()
+    )
     freeze(module, trained)
     others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
     return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
@@ -319,9 +322,9 @@ def test_a_parameter_taken_for_complex_numbers(ranks):
     assert all(equal == [True, True, True] for equal, _ in results) and all(is_within for _, is_within in results)
 
 
-def train_two(config):
+def train_two(config, trained):
     """Trains two engines at the same time, by one loss and then each by its own, and then makes one anew."""
-    (first, one), (second, other) = make("plain", config), make("breaking", config)
+    (first, one), (second, other) = (make(model, config, trained) for model in ("plain", "breaking"))
     results = []
     for step in range(2):
         ids = batch(step, 0, dist.get_rank(), 4)
@@ -341,23 +344,27 @@ def train_two(config):
     return results
 
 
-def compare_two():
-    return same(train_two(SHARDED), train_two(WHOLE))
+def compare_two(shards):
+    config, trained = (SHARDED, "all") if shards == "all" else (FROZEN, "adapters")
+    return same(train_two(config, trained), train_two(WHOLE, trained))
 
 
 @SLOW
-def test_two_engines(ranks):
+@vary("shards", ["all", "frozen"])
+def test_two_engines(ranks, shards):
     """One engine would wait for the gathers of the other, or give back its blocks."""
-    assert ranks(2).run(compare_two) == [True, True]
+    assert ranks(2).run(compare_two, shards) == [True, True]
 
 
 # What works at rest ------------------------------------------------------------------------------------------------
 
 
 def checkpointed(engine, module, folder):
-    """A checkpoint brings back what was there, masters and states too."""
+    """A checkpoint brings back what was there, masters, states and frozen parameters too."""
     engine.save_checkpoint(folder, tag="one")
     trained_on(engine, module)
+    with torch.no_grad():
+        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
     engine.load_checkpoint(folder, tag="one")
 
 
@@ -428,6 +435,8 @@ def without_frozen(engine, module, folder):
     engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
     dist.barrier()
     saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one", load_module_strict=False)
     return [*saved["module"].values()]
 
 
@@ -440,8 +449,14 @@ def loaded(engine, module, folder):
 
 
 def evaluated_by_one(engine, module, folder):
+    found = []
     with unsharded_parameters(engine), torch.no_grad():
-        return [engine(batch(3, 3, 3, 5))] if dist.get_rank() == 0 else []
+        if dist.get_rank() == 0:
+            found.append(engine(batch(3, 3, 3, 5)))
+            module.eval()
+            found.append(module(batch(1, 1, 1, 5)))
+            module.train()
+    return found
 
 
 def full_values(engine, module, folder):
@@ -698,8 +713,8 @@ WORKS = {
 }
 
 
-def work_beside_whole(name, folder, **case):
-    results = beside_whole(make, (SHARDED, WHOLE), WORKS[name], folder, **case)
+def work_beside_whole(name, folder, configs=(SHARDED, WHOLE), **case):
+    results = beside_whole(make, configs, WORKS[name], folder, **case)
     return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
@@ -713,12 +728,6 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
         case = {**case, "dtype": "fp16"}
     for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), **case):
         assert all(equal)
-
-
-def work_beside_whole_with_remainders(name, folder):
-    configs, case = OPTIONS["remainders"]
-    results = beside_whole(make, configs, WORKS[name], folder, **case)
-    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
 AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
@@ -735,7 +744,8 @@ AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
 )
 def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
     """Master weights are made of a parameter's bits, so they would be made of memory that has no parameter."""
-    for equal in ranks(2).run(work_beside_whole_with_remainders, work, str(tmp_path)):
+    configs, case = OPTIONS["remainders"]
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), configs, **case):
         assert all(equal)
 
 
@@ -744,6 +754,19 @@ def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
     """Frozen parameters have no owner: a block's lie in parts on all ranks."""
     for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), stage=1, trained="some"):
+        assert all(equal)
+
+
+AT_REST_WITH_ADAPTERS = (checkpointed, evaluated_by_one, interrupted, trained_by_itself, without_frozen)
+
+
+@pytest.mark.options("compile.shard_parameters")
+@vary("work", [function.__name__ for function in AT_REST_WITH_ADAPTERS])
+@vary("stage", [1, 2])
+def test_what_works_where_frozen_parameters_alone_are_sharded(ranks, tmp_path, work, stage):
+    """What users do beside training would read, or change, shares instead of parameters."""
+    case = {"stage": stage, "trained": "adapters"}
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), (FROZEN, WHOLE), **case):
         assert all(equal)
 
 
@@ -950,26 +973,6 @@ def test_other_memory_in_a_backward(ranks, model):
 # What is refused ---------------------------------------------------------------------------------------------------
 
 
-def refusals(folder):
-    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
-    said = {"overlap": outcome(make, "plain", overlapped)}
-    module, engine = make("plain", SHARDED)
-    weight = module.body.blocks[0].up.weight
-    said["placed"] = outcome(weight.data_ptr)
-    said["offload"] = outcome(engine.offload_states)
-    said["cast"] = outcome(module.bfloat16)
-    said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
-    if dist.get_rank() == 0:
-        clone_tensors_for_torch_save(module.state_dict())
-    else:
-        clones = clone_tensors_for_torch_save(module.state_dict())
-        said["saved elsewhere"] = outcome(lambda: torch.save(clones, f"{folder}/{dist.get_rank()}.pt"))
-    engine.destroy()
-    said["read later"] = outcome(weight.sum)
-    said["run later"] = outcome(module, batch(0, 0, 0, 4))
-    return said
-
-
 def train_alike(engine, steps, first=0):
     for step in range(first, first + steps):
         engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
@@ -1008,31 +1011,6 @@ def runs_engines_in_another_order(engine, other):
         evaluate(each)
 
 
-DIFFERS = {
-    function.__name__: function
-    for function in (evaluates_alone, drops_a_batch, has_less_data, runs_engines_in_another_order)
-}
-
-
-def differ(how):
-    """Returns what a rank says of ranks that differ, and after how many seconds."""
-    # Buckets are full from the first gradient on.
-    _, engine = make("plain", SHARDED, stage=2, bucket=1)
-    other = make("plain", SHARDED, stage=2)[1] if "engines" in how else None
-    begin = time.monotonic()
-    return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
-
-
-@pytest.mark.options("compile.shard_parameters")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
-@vary("how", [name if name == "evaluates_alone" else pytest.param(name, marks=SLOW) for name in DIFFERS])
-def test_ranks_that_differ(how):
-    """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's."""
-    for said, seconds in in_processes_of_their_own(differ, how):
-        assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
-        assert seconds < TIMEOUT
-
-
 class SeesImages(Adapted):
     """Blocks of another size look at images first, of which a rank may have none."""
 
@@ -1047,39 +1025,51 @@ class SeesImages(Adapted):
         return super().forward(ids) + x.square().mean()
 
 
-def without_images(shards):
-    """Trains where the second rank has no images. Returns what is said, and after how many seconds."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = SeesImages().to(device())
-    if shards == "all":
-        module.requires_grad_(True)
-    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
-    engine, begin = make_engine(module, Case(config=config, stage=2)), time.monotonic()
+def has_no_images(engine, other):
+    """The second rank has none."""
+    loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
+    engine.backward(loss)
+    engine.step()
 
-    def step():
-        loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
-        engine.backward(loss)
-        engine.step()
 
-    return outcome(step), time.monotonic() - begin
+DIFFERS = {
+    function.__name__: function
+    for function in (evaluates_alone, drops_a_batch, has_less_data, runs_engines_in_another_order, has_no_images)
+}
+
+
+def differ(how, shards):
+    """Returns what a rank says of ranks that differ, and after how many seconds."""
+    config, trained = (SHARDED, "all") if shards == "all" else (FROZEN, "adapters")
+    # Buckets are full from the first gradient on.
+    _, engine = make("images" if "images" in how else "plain", config, trained, stage=2, bucket=1)
+    other = make("plain", config, trained, stage=2)[1] if "engines" in how else None
+    begin = time.monotonic()
+    return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
 
 
 @pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
-@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
-def test_a_rank_without_images(shards):
-    """Gloo would end a rank that gets messages of another size, or a rank wait to the time-out, and name no cause."""
-    for said, seconds in in_processes_of_their_own(without_images, shards):
+@vary(
+    "how, shards",
+    [
+        *((name, "all") for name in ("evaluates_alone", "has_no_images")),
+        *(
+            pytest.param(name, "all", marks=SLOW)
+            for name in DIFFERS
+            if name not in ("evaluates_alone", "has_no_images")
+        ),
+        pytest.param("has_no_images", "frozen", marks=SLOW),
+    ],
+)
+def test_ranks_that_differ(how, shards):
+    """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's.
+
+    Gloo would end a rank that gets messages of another size, and name no cause.
+    """
+    for said, seconds in in_processes_of_their_own(differ, how, shards):
         assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
         assert seconds < TIMEOUT
-
-
-def test_what_is_refused(ranks, tmp_path):
-    """Each of these would name, compute with, move or save memory that holds nothing."""
-    for said in ranks(2).run(refusals, str(tmp_path)):
-        for name, sentence in said.items():
-            assert sentence is not None and "compile.shard_parameters" in sentence, name
 
 
 def saved_by_one():
