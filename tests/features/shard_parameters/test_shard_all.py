@@ -1132,7 +1132,10 @@ def test_views_of_what_stays_whole_cost_no_time(ranks):
 
 
 def merged_by_peft(config, folder):
-    """Trains adapters of a Qwen3; returns its weights with the adapters merged, without, and merged for good."""
+    """Trains adapters of a Qwen3; returns its weights with the adapters merged, without, and merged for good.
+
+    Its layers are checkpointed, and it generates texts between and after the merges.
+    """
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
@@ -1140,13 +1143,22 @@ def merged_by_peft(config, folder):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(qwen3_config(VOCABULARY))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(model, adapters).to(device())
+    model.enable_input_require_grads()
     engine = make_engine(model, Case(adam=True, config=config))
     model.train()
 
     def weights(of):
         return [each.detach().clone() for each in of.state_dict().values()]
+
+    def generated():
+        engine.eval()
+        prompt = {"input_ids": batch(0, 0, 0, 3), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(**prompt)
+        engine.train()
+        return text
 
     found, at_rest = [], sum(isinstance(each, Resharded) for each in model.parameters())
     for step in range(2):
@@ -1154,13 +1166,22 @@ def merged_by_peft(config, folder):
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         with unsharded_parameters(engine):
-            model.merge_adapter()
+            model.merge_adapter(safe_merge=step == 1)
             found += weights(model)
+        found.append(generated())
+        with unsharded_parameters(engine):
             model.unmerge_adapter()
             found += weights(model)
+        found.append(generated())
     said = None
     own = f"{folder}/{dist.get_rank()}"
-    if at_rest:
+    if config["compile"].get("shard_parameters") == "frozen":
+        # One rank alone saves adapters, which are whole, and no rank all weights.
+        if dist.get_rank() == 0:
+            model.save_pretrained(own)
+        of_all = outcome(model.base_model.model.save_pretrained, f"{own}/at_rest")
+        assert of_all is not None and "compile.shard_parameters" in of_all, of_all
+    elif at_rest:
         # Adapters are sharded too. On a GPU safetensors copies them to the host, for which all ranks gather them.
         said = outcome(model.save_pretrained, own)
         assert said is None if torch.cuda.is_available() else "compile.shard_parameters" in str(said), said
@@ -1169,6 +1190,8 @@ def merged_by_peft(config, folder):
             model.save_pretrained(folder)
             saved = load_file(f"{folder}/adapter_model.safetensors")
             found += saved.values()
+            model.base_model.model.save_pretrained(f"{folder}/whole")
+            found += load_file(f"{folder}/whole/model.safetensors").values()
             if at_rest and said is None:
                 assert same(load_file(f"{own}/adapter_model.safetensors").values(), saved.values())
         merged = model.merge_and_unload()
@@ -1178,16 +1201,19 @@ def merged_by_peft(config, folder):
     return found, at_rest
 
 
-def compare_merged(folder):
-    (sharded, at_rest), (whole, _) = (merged_by_peft(config, folder) for config in (SHARDED, WHOLE))
+def compare_merged(folder, shards):
+    overlapped = {"compile": {**FROZEN["compile"], "overlap_param_gather": True}}
+    config = SHARDED if shards == "all" else overlapped
+    (sharded, at_rest), (whole, _) = (merged_by_peft(each, folder) for each in (config, WHOLE))
     return same(sharded, whole), at_rest
 
 
 @SLOW
-def test_adapters_that_peft_merges(ranks, tmp_path):
+@vary("shards", ["all", "frozen"])
+def test_adapters_that_peft_merges(ranks, tmp_path, shards):
     """A merge would add adapters to weights of which a rank has a part, or not be taken back."""
     pytest.importorskip("peft")
-    for equal, at_rest in ranks(2).run(compare_merged, str(tmp_path)):
+    for equal, at_rest in ranks(2).run(compare_merged, str(tmp_path), shards):
         assert equal and at_rest > 0
 
 

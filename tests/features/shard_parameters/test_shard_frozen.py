@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import io
-from importlib.util import find_spec
 from typing import Any, List, NamedTuple
 from unittest import mock
 
@@ -770,53 +769,6 @@ def test_a_model_without_blocks_is_refused_before_it_is_moved(ranks):
         assert "found no blocks that repeat in Linear" in said and moves == 0
 
 
-def with_peft(folder, config):
-    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters, weights and what was saved of them."""
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file
-    from transformers import Qwen3ForCausalLM
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(qwen3_config(VOCABULARY, layers=4))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(model, adapters).to(device())
-    model.enable_input_require_grads()
-    engine = make_engine(model, Case(adam=True, config=config))
-    losses = []
-    model.train()
-    for step in range(3):
-        ids = batch(step, 0, dist.get_rank(), 8)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    engine.eval()
-    prompt = {"input_ids": batch(0, 0, 0, 3), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    generated = model.generate(**prompt)
-    if dist.get_rank() == 0:
-        # One rank alone.
-        model.save_pretrained(folder)
-    saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
-    whole = model.base_model.model
-    if config is not WHOLE:
-        said = outcome(whole.save_pretrained, f"{folder}/at_rest")
-        assert said is not None and "compile.shard_parameters" in said, said
-    with unsharded_parameters(engine):
-        model.merge_adapter(safe_merge=True)
-    merged = model.generate(**prompt)
-    with unsharded_parameters(engine):
-        model.unmerge_adapter()
-        if dist.get_rank() == 0:
-            whole.save_pretrained(f"{folder}/whole")
-            saved.extend(load_file(f"{folder}/whole/model.safetensors").values())
-    again = model.generate(**prompt)
-    with unsharded_parameters(engine):
-        engine.destroy()
-    return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
-
-
 def train_checkpointed_by_transformers(config):
     """Trains a step of a Qwen3 that checkpoints its layers; returns loss and parameters, and the number of graphs."""
     from transformers import Qwen3ForCausalLM
@@ -860,17 +812,6 @@ def test_a_forward_without_a_backward():
     memory = StorageWeakRef(result.untyped_storage())
     del result
     assert memory.expired()
-
-
-def compare_with_peft(folder):
-    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
-    return same(with_peft(folder, overlapped), with_peft(folder, WHOLE))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
-def test_adapters_of_peft(ranks, tmp_path):
-    assert ranks(2).run(compare_with_peft, str(tmp_path)) == [True, True]
 
 
 def without_frozen_parameters():
