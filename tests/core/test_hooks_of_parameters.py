@@ -13,7 +13,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside, Outcome, check
 from support.chunked_loss import small_chunks
-from support.ids import vary
+from support.ids import sanitized, vary
 from support.models import CASES, BlocksWithin, Body
 from support.training import BOUND, REGIONAL, Case, batch, device
 
@@ -187,10 +187,14 @@ def test_hooks_of_every_model(ranks, name, kind):
 
 
 @vary("kind", ["of the gradient", "of the sum"])
-@vary("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_rank_with_hooks_among_ranks_that_skip(ranks, kind, stage):
-    """A rank whose gradients take another way than those of the other ranks would wait for them, or they for it."""
-    check(ranks(2).run(train_where_ranks_skip, Case(stage=stage, config=REGIONAL), kind))
+@vary("stage, regional", [(1, True), pytest.param(2, True, marks=pytest.mark.slow), sanitized(1, False)])
+def test_a_rank_with_hooks_among_ranks_that_skip(ranks, kind, stage, regional):
+    """A rank whose gradients take another way than those of the other ranks would wait for them, or they for it.
+
+    Or ranks would send different buckets where autograd gives one of them a gradient that graphs give the others.
+    """
+    case = Case(stage=stage, config={"compile": {"regional_compilation": regional}})
+    check(ranks(2).run(train_where_ranks_skip, case, kind))
 
 
 def train_where_ranks_skip(case, kind):
