@@ -140,15 +140,16 @@ def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
     check_seen(ranks(1).run(train, place, what, added, removed, regional))
 
 
-def test_hooks_come_and_go_in_a_model_compiled_as_a_whole(ranks):
-    """The guard that sees hooks of blocks would be missing in the one graph of the model."""
-    check_seen(ranks(1).run(train, "block", "changes", 1, 2, regional=False))
-
-
-@pytest.mark.slow
-@vary("place", ["in a block", "head"])
-def test_hooks_come_and_go_in_generated_code(ranks, place):
-    check_seen(ranks(2).run(train, place, "changes", 1, 3, backend="inductor"))
+@vary(
+    "place, regional, backend",
+    [
+        ("block", False, "eager"),
+        *(pytest.param(place, None, "inductor", marks=pytest.mark.slow) for place in ("in a block", "head")),
+    ],
+)
+def test_hooks_come_and_go_in_other_graphs(ranks, place, regional, backend):
+    """The guard that sees hooks of blocks would be missing in the one graph of the model, or in generated code."""
+    check_seen(ranks(2).run(train, place, "changes", 1, 3, regional, backend))
 
 
 def train_under_global_hook(regional):
