@@ -197,6 +197,20 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
         assert at_rest >= 4
 
 
+@contextlib.contextmanager
+def gathers_seen(see):
+    """Calls ``see(unit)`` whenever a unit's gather begins."""
+    send = unit.Unit._send
+
+    @shapes_no_graph
+    def sending(self, *args, **kwargs):
+        see(self)
+        send(self, *args, **kwargs)
+
+    with mock.patch.object(unit.Unit, "_send", sending):
+        yield
+
+
 def sent(model, kept):
     """Returns how many units were gathered in a step, how many of these were whole when the loss was there, and how
     many are when blocks have been called by themselves, each in a pass of its own.
@@ -204,15 +218,8 @@ def sent(model, kept):
     torch._dynamo.reset()
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
     engine, gathered, whole = make_engine(module, Case(config=config(True, keep_gathered=kept))), [], []
-    units, send = feature.sharded_blocks(engine).units, unit.Unit._send
-
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        gathered.append(self)
-        send(self, *args, **kwargs)
-
-    unit.Unit._send = sending
-    try:
+    units = feature.sharded_blocks(engine).units
+    with gathers_seen(gathered.append):
         for step in range(2):
             gathered.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
@@ -223,9 +230,7 @@ def sent(model, kept):
         for block in module.body.blocks:
             x = block(x)
         alone = sum(each.is_gathered for each in units)
-    finally:
-        unit.Unit._send = send
-        engine.destroy()
+    engine.destroy()
     return sends, len(whole), alone
 
 
@@ -405,16 +410,13 @@ def beside_blocks():
     module = StacksOfOne().to(device()).requires_grad_(True)
     blocks = [AdaptedBlock.__name__]
     engine = make_engine(module, Case(config=config(True, regional_compilation=blocks)))
-    send, counts = unit.Unit._send, []
-    sharded = feature.sharded_blocks(engine)
+    sharded, counts = feature.sharded_blocks(engine), []
 
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        if self in sharded._unit_of.values():
+    def see(each):
+        if each in sharded._unit_of.values():
             counts.append(len(sharded.whole._is_kept))
-        send(self, *args, **kwargs)
 
-    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+    with gathers_seen(see), torch.no_grad():
         engine(batch(0, 0, 0, 4))
     engine.destroy()
     return counts
@@ -450,14 +452,7 @@ def gathered_with_attention():
     torch._dynamo.reset()
     module = WithAttention().to(device()).requires_grad_(True)
     engine, names = make_engine(module, Case(config=config(True))), []
-    send = unit.Unit._send
-
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        names.append(self.memory.name)
-        send(self, *args, **kwargs)
-
-    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+    with gathers_seen(lambda each: names.append(each.memory.name)), torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     engine.destroy()
     return names
