@@ -171,18 +171,24 @@ def test_a_checkpoint_before_the_first_forward(ranks, tmp_path):
     assert ranks(2).run(resumed, str(tmp_path)) == [True, True]
 
 
-def without_values(everywhere):
+def without_values(everywhere, shards):
     with torch.device("meta") if everywhere or dist.get_rank() == 0 else contextlib.nullcontext():
         module = MODELS["plain"]()
-    return outcome(make_engine, module, Case(config=SHARDED))
+    config = {"compile": {**SHARDED["compile"], "shard_parameters": shards}}
+    return outcome(make_engine, module, Case(config=config))
 
 
 @pytest.mark.options("compile.shard_parameters")
 @vary("everywhere", [False, True])
-def test_values_that_no_rank_has(ranks, everywhere):
-    """Ranks that have values would wait for the first, which has raised, until their time is up."""
-    for said in ranks(2).run(without_values, everywhere):
-        assert "parameter body.embedding.weight is on the meta device, so compile.shard_parameters has no" in said
+@vary("shards", ["all", "frozen"])
+def test_values_that_no_rank_has(ranks, everywhere, shards):
+    """Ranks that have values would wait for the first, which has raised, until their time is up.
+
+    Or parameters without values would be sharded, and trained with whatever memory holds.
+    """
+    says = "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the"
+    for said in ranks(2).run(without_values, everywhere, shards):
+        assert f"parameter body.embedding.weight {says}" in said
 
 
 class WithoutTensors(nn.Module):

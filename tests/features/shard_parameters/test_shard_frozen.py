@@ -741,20 +741,6 @@ def test_from_the_host(ranks):
     assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
 
 
-def initialized_on_meta():
-    with torch.device("meta"):
-        module = MODELS["plain"]()
-    return outcome(engine_by_configuration, module, True, **SHARDED)
-
-
-def test_parameters_on_meta_are_refused(ranks):
-    """Parameters without values would be sharded, and trained with whatever memory holds."""
-    for said in ranks(2).run(initialized_on_meta):
-        assert (
-            "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the" in said
-        )
-
-
 def initialized_without_blocks():
     """Returns what is said of a model without blocks, and how often a module was moved before."""
     moves, to = [], torch.nn.Module.to
