@@ -46,7 +46,6 @@ from support.frozen import (
     AdaptedBlock,
     Body,
     beside_whole,
-    freeze,
     late,
     model_of,
     trained_on,
@@ -54,11 +53,19 @@ from support.frozen import (
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
+from support.sharded import (
+    FROZEN,
+    SHARDED,
+    WHOLE,
+    end,
+    engine_of,
+    losses_of,
+    parameters_at_rest,
+    same,
+    same_bits,
+)
 from support.training import Case, batch, device, make_engine, make_optimizer
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
-FROZEN = {"compile": {"regional_compilation": True, "shard_parameters": "frozen"}}
-WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
 
@@ -116,14 +123,8 @@ BESIDE = {
 
 
 def make(model, config, trained="all", optimizer=None, **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements, "images": SeesImages}[model]().to(
-        device()
-    )
-    freeze(module, trained)
-    others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
-    return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
+    models = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements, "images": SeesImages}
+    return engine_of(models[model], config, trained, optimizer=OPTIMIZERS.get(optimizer), **case)
 
 
 class Trained(NamedTuple):
@@ -135,27 +136,10 @@ class Trained(NamedTuple):
 
 def train(model, config, steps=3, skips=False, **case):
     module, engine = make(model, config, **case)
-    rank, losses = dist.get_rank(), []
-    for step in range(steps):
-        for micro_step in range(engine.gradient_accumulation_steps()):
-            loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        engine.eval()
-        with torch.no_grad():
-            losses.append(engine(batch(step, 0, rank, 4)))
-        engine.train()
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    losses = losses_of(engine, steps, None, lambda step: engine(batch(step, 0, dist.get_rank(), 4)), skips)
+    at_rest = parameters_at_rest(module)
     masters = [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
-    with unsharded_parameters(engine):
-        parameters = [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return Trained(losses, parameters, masters, at_rest)
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return Trained(losses, end(engine, module), masters, at_rest)
 
 
 def compare(model, delay=None, **more):
@@ -335,12 +319,10 @@ def train_two(config, trained):
         results.extend(loss.detach() for loss in losses)
     for engine, module in ((one, first), (other, second)):
         results.extend(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     again = make_engine(first, Case(config=config, adam=True))
     results.extend(trained_on(again, first))
-    with unsharded_parameters(again):
-        again.destroy()
+    end(again)
     return results
 
 
@@ -715,7 +697,7 @@ WORKS = {
 
 def work_beside_whole(name, folder, configs=(SHARDED, WHOLE), **case):
     results = beside_whole(make, configs, WORKS[name], folder, **case)
-    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
+    return same_bits(*results)
 
 
 @pytest.mark.options("compile.shard_parameters")
@@ -780,8 +762,7 @@ def made_anew(destroys):
             engine.destroy()
             other = make_engine(module, Case(config=config, adam=True))
             results[-1] += trained_on(other, module)
-            with unsharded_parameters(other):
-                other.destroy()
+            end(other)
         else:
             other = deepspeed.initialize(model=module, config={"train_micro_batch_size_per_gpu": 4})[0]
             other.eval()
@@ -842,8 +823,7 @@ def saved_by_two_ranks(folder):
         else:
             engine.load_checkpoint(folder, tag="one")
         results.append(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -887,13 +867,11 @@ def crossed(folder):
         module, engine = make("plain", config, dtype="bf16")
         trained_on(engine, module)
         engine.save_checkpoint(f"{folder}/{kind}", tag="one")
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
         module, engine = make("plain", other, dtype="bf16")
         engine.load_checkpoint(f"{folder}/{kind}", tag="one")
         results.append(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -926,8 +904,7 @@ def saved_on_each_node(folder, shards, trained):
                     name: each.detach().cpu() for name, each in module.named_parameters() if not each.requires_grad
                 }
             results.append(trained_on(engine, module))
-            with unsharded_parameters(engine):
-                engine.destroy()
+            end(engine)
     saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
     fragments = saved["frozen_param_fragments"]
     has_frozen = fragments.keys() == frozen.keys() and same(frozen.values(), map(fragments.get, frozen))
@@ -959,8 +936,7 @@ def moved_in_backward(model):
         first = trained_on(engine, module)
         handle.remove()
         results.append([*first, *trained_on(engine, module)])
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -1081,8 +1057,7 @@ def saved_by_one():
     with mock.patch.object(whole_units, "PATIENCE", patience), mock.patch.object(logger, "warning", told.append):
         time.sleep(2 * dist.get_rank())
         clone_tensors_for_torch_save(module.state_dict())
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return told
 
 
@@ -1160,7 +1135,7 @@ def merged_by_peft(config, folder):
         engine.train()
         return text
 
-    found, at_rest = [], sum(isinstance(each, Resharded) for each in model.parameters())
+    found, at_rest = [], parameters_at_rest(model)
     for step in range(2):
         ids = batch(step, 0, dist.get_rank(), 8)
         engine.backward(engine(input_ids=ids, labels=ids).loss)

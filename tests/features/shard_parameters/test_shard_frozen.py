@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import io
-from typing import Any, List, NamedTuple
+from typing import List, NamedTuple
 from unittest import mock
 
 import pytest
@@ -24,7 +24,7 @@ from deepspeed.compile.features.shard_parameters import (
 )
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
-from deepspeed.compile.fixes.base.subclasses import BROADCAST_LATER, plain_tensors
+from deepspeed.compile.fixes.base.subclasses import BROADCAST_LATER
 from deepspeed.compile.zero_1_and_2.collectives import collective
 from deepspeed.utils import logger
 
@@ -44,6 +44,7 @@ from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
+from support.sharded import FROZEN, WHOLE, end, engine_of, losses_of, parameters_at_rest, same
 from support.training import (
     BOUND,
     Case,
@@ -55,8 +56,7 @@ from support.training import (
     relative_error,
 )
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "frozen"}}
-WHOLE = {"compile": {"regional_compilation": True}}
+SHARDED = FROZEN
 
 
 def build(model, seed=0):
@@ -65,9 +65,7 @@ def build(model, seed=0):
 
 
 def make(model, config, seed=0, **case):
-    torch._dynamo.reset()
-    module = build(model, seed)
-    return module, make_engine(module, Case(adam=True, config=config, **case))
+    return engine_of(functools.partial(build, model, seed), config, "adapters", **case)
 
 
 class Trained(NamedTuple):
@@ -102,28 +100,14 @@ def watched(engine):
 
 def train(model, config, steps=3, skips=False, evaluates=False, **case):
     module, engine = make(model, config, **case)
-    rank, losses = dist.get_rank(), []
+
+    def evaluate(step):
+        return engine(batch(step, 0, dist.get_rank(), 4))
+
     with watched(engine) as counts:
-        for step in range(steps):
-            for micro_step in range(engine.gradient_accumulation_steps()):
-                loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
-            if evaluates:
-                engine.eval()
-                with torch.no_grad():
-                    losses.append(engine(batch(step, 0, rank, 4)))
-                engine.train()
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
-    with unsharded_parameters(engine):
-        parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
-        engine.destroy()
-    return Trained(losses, parameters, at_rest, max(counts, default=0))
-
-
-def same(first: Any, second: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        losses = losses_of(engine, steps, None, evaluate if evaluates else None, skips)
+    at_rest = parameters_at_rest(module)
+    return Trained(losses, end(engine, module), at_rest, max(counts, default=0))
 
 
 class Compared(NamedTuple):
@@ -274,8 +258,7 @@ def losses_of_two():
             sum(losses).backward()
         errors.append(relative_error(losses, [build("plain", seed)(ids) for seed in (0, 1)]))
     for engine in (one, other):
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return errors
 
 
@@ -773,8 +756,7 @@ def train_checkpointed_by_transformers(config):
     engine.backward(loss)
     engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return [each.detach() for each in (loss, *model.parameters())], graphs
 
 
@@ -832,7 +814,7 @@ def refused_states():
     del states[master]
     engine.compile(backend="eager")
     trained_on(engine, module)
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    at_rest = parameters_at_rest(module)
     engine.destroy()
     return said, unchanged, lines, at_rest
 
