@@ -416,8 +416,10 @@ class _Late:
 def freeze(module, trained):
     """Freezes parameters: none for "all", other ones of each block for "some", and the same of all blocks for "alike".
 
-    Blocks that are alike are compiled once.
+    Blocks that are alike are compiled once. For "adapters" all stays as it was made.
     """
+    if trained == "adapters":
+        return
     for index, (name, parameter) in enumerate(module.named_parameters()):
         is_frozen = {"all": False, "some": index % 3 == 0, "alike": ".up." in name or "embedding" in name}[trained]
         parameter.requires_grad_(not is_frozen)
