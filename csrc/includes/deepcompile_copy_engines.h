@@ -62,8 +62,8 @@ constexpr int64_t numbers_of_a_word = 32;  ///< words lie 128 bytes apart, so th
 /// The numbers that the ranks of one host post to each other, and a thread that bounds how long this rank waits.
 ///
 /// If a signal does not come in time, the thread notes in the shared memory that this rank has given up, and writes
-/// large numbers over all words that streams wait for until this object is destroyed. So every stream of every rank goes on, with wrong
-/// bytes, and every rank raises in its next check().
+/// large numbers over all words that streams wait for, until this object is destroyed. So every stream of every rank
+/// goes on, with wrong bytes, and every rank raises in its next check().
 class Signals {
 public:
     /// `words`: int32 [world + 1, channels, numbers_of_a_word] on CPU, zeroed, in memory that all ranks have mapped.
@@ -112,7 +112,7 @@ private:
     void forget_arrived();
     /// Lets every stream of every rank go on. Needs mutex_.
     void release();
-    /// Needs mutex_.
+    /// Does the same while this thread holds mutex_.
     void give_up_locked(const std::string& reason);
     void watch();
 

@@ -398,8 +398,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", default="", help="parts of names of checks, comma-separated")
     parser.add_argument("--shared", action="store_true", help="do not judge memory: other programs use the GPUs")
+    options = parser.parse_args()
     global SHARED
-    only, SHARED = vars(parser.parse_args()).values()
+    only, SHARED = options.only, options.shared
     device = torch.device("cuda", RANK % max(GPUS, 1))
     os.environ["LOCAL_RANK"] = str(device.index)
     # Built before the ranks wait for each other.

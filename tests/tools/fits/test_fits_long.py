@@ -78,7 +78,6 @@ def highest(moments):
     return max(moment.most for moment in moments)
 
 
-@pytest.mark.quick
 def test_inputs_on_the_host():
     """Inputs would count on the device, or come back all at once, or the host's memory would not count."""
     here, away = (found(checkpoint=True, inputs_on_host=on_host) for on_host in (False, True))
