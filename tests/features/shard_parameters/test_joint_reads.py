@@ -17,22 +17,14 @@ from deepspeed.utils import logger
 from support.frozen import Adapted, beside_whole, trained_on
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, batch, device, make_engine
+from support.sharded import SHARDED, WHOLE, end, engine_of, same_bits, section
+from support.training import batch, device
 
 SLOW = pytest.mark.slow
 
 
-def config(shards):
-    return {"compile": {"regional_compilation": True, **({"shard_parameters": shards} if shards else {})}}
-
-
 def make(model, options, trained="all", **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = Adapted().to(device())
-    if trained == "all":
-        module.requires_grad_(True)
-    return module, make_engine(module, Case(config=options, adam=True, **case))
+    return engine_of(Adapted, options, trained, **case)
 
 
 def by_reference_models(engine, module, folder):
@@ -174,9 +166,8 @@ WORKS = (
 
 def work_beside_whole(name, shards, folder, **case):
     work = next(each for each in WORKS if each.__name__ == name)
-    trained = "all" if shards == "all" else "some"
-    sharded, whole = beside_whole(make, (config(shards), config(None)), work, folder, trained=trained, **case)
-    return [torch.equal(a, b) for a, b in zip(sharded, whole, strict=True)]
+    trained = "all" if shards == "all" else "adapters"
+    return same_bits(*beside_whole(make, (section(shards), WHOLE), work, folder, trained=trained, **case))
 
 
 @pytest.mark.options("compile.shard_parameters")
@@ -220,7 +211,7 @@ APART = {function.__name__: function for function in (alone, late, others, raisi
 
 def read_apart(how, shards):
     """Returns what is said of reads that not all ranks do, after how many seconds, and whether all may read later."""
-    module, engine = make("plain", config(shards), trained="all" if shards == "all" else "some")
+    module, engine = make("plain", section(shards), trained="all" if shards == "all" else "adapters")
     told = []
     with mock.patch.multiple(joint_reads, PATIENCE=0.5, LONGEST_WAIT=1.5):
         with mock.patch.object(logger, "warning", told.append):
@@ -250,9 +241,33 @@ def test_not_all_ranks_read(ranks, how, shards):
     assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
 
 
+def read_state_dicts():
+    """Returns the norm of each of two state dicts, or why a rank cannot read it, and whether a copy may be made."""
+    module, engine = make("plain", SHARDED)
+
+    def norm(state_dict):
+        return sum(values.norm().item() for values in state_dict.values())
+
+    saved = engine.module_state_dict()
+    told = norm(module.state_dict()), outcome(norm, saved)
+    copied = {name: values.to(torch.bfloat16).clone().shape for name, values in saved.items()}
+    with unsharded_parameters(engine):
+        same = copied == {name: values.shape for name, values in module.state_dict().items()}
+        engine.destroy()
+    return *told, same
+
+
+@pytest.mark.follows("and another rank was to read it; read engine.module.state_dict() on all ranks")
+def test_a_state_dict_that_one_rank_saves(ranks):
+    """A rank without its values would wait for others a minute, and then say that they do not read it."""
+    (first, _, may_copy), (second, said, may_too) = ranks(2).run(read_state_dicts)
+    assert first == second and may_copy and may_too
+    assert said.startswith("RuntimeError: with compile.shard_parameters only rank 0 gets the values"), said
+
+
 def keys_that_stay():
     """Returns how many keys the store has more after a hundred reads than after ten."""
-    module, engine = make("plain", config("all"))
+    module, engine = make("plain", SHARDED)
     store, counts = store_of(feature.sharded_blocks(engine)._group), []
     for number in (10, 90):
         for _ in range(number):
@@ -260,8 +275,7 @@ def keys_that_stay():
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return counts[1] - counts[0]
 
 

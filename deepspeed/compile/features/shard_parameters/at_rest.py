@@ -15,7 +15,7 @@ import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -364,6 +364,16 @@ class OnFirstRank(torch.Tensor):
     So each rank may prepare a state dict as the first rank does, which saves it.
     """
 
+    @classmethod
+    def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        except (RuntimeError, TypeError) as error:
+            raise RuntimeError(
+                "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, "
+                "and another rank was to read it; read engine.module.state_dict() on all ranks"
+            ) from error
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "
@@ -376,10 +386,10 @@ def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(OnFirstRank)
 
 
-def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
-    """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
+def stands_for(tensor: Any) -> Tuple[Any, str]:
+    """Returns the unit and the name of the parameter for whose values a tensor at rest stands; for others None, ""."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
-    return None if share is None or share.is_copy else (share.unit(), share.name)
+    return (None, "") if share is None or share.is_copy else (share.unit(), share.name)
 
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
