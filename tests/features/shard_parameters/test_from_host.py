@@ -264,7 +264,7 @@ def memory():
         engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))
         peak = watch.peak
     outside = feature.sharded_blocks(engine).outside
-    outside = 0 if outside is None else outside.nbytes
+    outside = 0 if outside is None else outside.memory.nbytes
     partition = sum(each.numel() for each in engine.optimizer.single_partition_of_fp32_groups)
     assert partition <= 0.51 * numel
     end(engine)

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, joint_reads, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.private_torch import store_of
 from deepspeed.utils import logger
 
-from support.frozen import Adapted, beside_whole, trained_on
+from support.frozen import WIDTH, Adapted, beside_whole, trained_on
 from support.ids import vary
 from support.options import outcome
 from support.sharded import SHARDED, WHOLE, end, engine_of, same_bits, section
@@ -241,28 +242,51 @@ def test_not_all_ranks_read(ranks, how, shards):
     assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
 
 
+def norm(state_dict):
+    return sum(values.norm().item() for values in state_dict.values())
+
+
+def average(weight):
+    averages = torch.ones(weight.shape)
+    averages += 0.1 * weight.detach()
+
+
+# How a rank reads a state dict.
+STATE_DICT_READS = {
+    "norm": norm,
+    "average": lambda saved: average(saved["head.weight"]),
+    "product": lambda saved: torch.nn.functional.linear(torch.ones(1, WIDTH), saved["head.weight"]),
+    "assignment": lambda saved: torch.ones(WIDTH).__setitem__(0, saved["head.weight"][0, 0]),
+}
+
+
+def prepared(state_dict):
+    """Returns the shapes of what a trainer makes of a state dict that it saves."""
+    copied = copy.deepcopy(clone_tensors_for_torch_save(state_dict))
+    copied = {name: values.to(torch.bfloat16).clone().contiguous() for name, values in copied.items()}
+    return {name: values.shape for name, values in copied.items()}
+
+
 def read_state_dicts():
-    """Returns the norm of each of two state dicts, or why a rank cannot read it, and whether a copy may be made."""
+    """Returns the norm of a module's state dict, what each way to read one that is saved says, and whether it can be
+    prepared to be saved."""
     module, engine = make("plain", SHARDED)
-
-    def norm(state_dict):
-        return sum(values.norm().item() for values in state_dict.values())
-
-    saved = engine.module_state_dict()
-    told = norm(module.state_dict()), outcome(norm, saved)
-    copied = {name: values.to(torch.bfloat16).clone().shape for name, values in saved.items()}
+    first, saved = norm(module.state_dict()), engine.module_state_dict()
+    said = {name: outcome(read, saved) for name, read in STATE_DICT_READS.items()}
+    same = prepared(saved) == {name: parameter.shape for name, parameter in module.named_parameters()}
     with unsharded_parameters(engine):
-        same = copied == {name: values.shape for name, values in module.state_dict().items()}
         engine.destroy()
-    return *told, same
+    return first, said, same
 
 
-@pytest.mark.follows("and another rank was to read it; read engine.module.state_dict() on all ranks")
+@pytest.mark.follows("another rank was to read it; read engine.module.state_dict() on all ranks")
 def test_a_state_dict_that_one_rank_saves(ranks):
-    """A rank without its values would wait for others a minute, and then say that they do not read it."""
-    (first, _, may_copy), (second, said, may_too) = ranks(2).run(read_state_dicts)
-    assert first == second and may_copy and may_too
-    assert said.startswith("RuntimeError: with compile.shard_parameters only rank 0 gets the values"), said
+    """A rank without its values would wait for others a minute, or compute with memory that nobody has written."""
+    (norms, said, may_prepare), (others, refused, may_too) = ranks(2).run(read_state_dicts)
+    assert norms == others and may_prepare and may_too
+    assert set(said.values()) == {None}, said
+    wanted = "RuntimeError: with compile.shard_parameters only rank 0 gets the values"
+    assert all(each.startswith(wanted) for each in refused.values()), refused
 
 
 def keys_that_stay():

@@ -1226,7 +1226,7 @@ def memory():
     engine.step()
     held()
     owned = sum(own.untyped_storage().nbytes() for own in optimizer.own_partitions.values())
-    outside = 0 if sharded.outside is None else sharded.outside.nbytes
+    outside = 0 if sharded.outside is None else sharded.outside.memory.nbytes
     most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
     engine.destroy()
     return whole, owned, outside, most, counts

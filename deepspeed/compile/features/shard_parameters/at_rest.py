@@ -367,18 +367,40 @@ class OnFirstRank(torch.Tensor):
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            return super().__torch_function__(function, types, args, kwargs)
+            result = _plain(function, *args, **(kwargs or {}))
         except (RuntimeError, TypeError) as error:
-            raise RuntimeError(
-                "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, "
-                "and another rank was to read it; read engine.module.state_dict() on all ranks"
-            ) from error
+            raise _refusal_to_read() from error
+        if function in WITHOUT_VALUES:
+            return _as_on_first_rank(result)
+        # Torch computes much of a tensor with values and one without, and leaves the result unwritten.
+        if any(map(_has_values, tree_leaves((args[:1], result)))):
+            raise _refusal_to_read()
+        return tree_map(_as_on_first_rank, result)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return memo.setdefault(id(self), on_first_rank(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(
             "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "
             "it; save it on rank 0 alone"
         )
+
+
+def _refusal_to_read():
+    return RuntimeError(
+        "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, and "
+        "another rank was to read it; read engine.module.state_dict() on all ranks"
+    )
+
+
+def _has_values(item):
+    return isinstance(item, torch.Tensor) and not item.is_meta
+
+
+def _as_on_first_rank(item):
+    is_other = isinstance(item, torch.Tensor) and item.is_meta and not isinstance(item, OnFirstRank)
+    return item.as_subclass(OnFirstRank) if is_other else item
 
 
 def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:

@@ -297,6 +297,8 @@ def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, to
             is_tied = id(value) in taken
             taken.add(id(value))
             found[key] = value if isinstance(value, OnFirstRank) else value.to(device, copy=is_tied)
+    # What an earlier call has returned has no values to clone.
+    found.update({key: item for key, item in items.items() if isinstance(item, OnFirstRank)})
     return {key: found[key] if key in found else clone(item, device) for key, item in items.items()}
 
 

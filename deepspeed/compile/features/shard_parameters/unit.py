@@ -137,11 +137,7 @@ class Unit:
         if not self.is_gathered:
             # What is on its way has the values of before.
             self.finish_gather()
-        stream = get_accelerator().current_stream()
-        for reader in self._readers:
-            if reader != stream:
-                stream.wait_stream(reader)
-        self._readers = [stream]
+        self._readers = [self._wait_for_readers()]
         self.memory.take_trained_back()
         self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
@@ -157,9 +153,20 @@ class Unit:
             self.memory.keep_own_part(trained_too=True)
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
+            self.finish_gather()
+            # A stream may have changed parameters, or taken changes over, that are older than the current stream's.
+            self._wait_for_readers()
             self.memory.take_back()
             self.memory.keep_own_part(trained_too=True)
             self.memory.note_versions()
+
+    def _wait_for_readers(self):
+        """Makes the current stream wait for all that use the unit. Returns it."""
+        stream = get_accelerator().current_stream()
+        for reader in self._readers:
+            if reader != stream:
+                stream.wait_stream(reader)
+        return stream
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
