@@ -1,22 +1,17 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Trained parameters of which each rank keeps its own shards alone.
+"""Segments of a unit's memory, each of which is cut into shards. Each rank keeps its own in one tensor.
 
-ZeRO-1/2 has a flat tensor of each parameter group on every rank. Here this rank's shards become a tensor of their own,
-its partition, and the flat tensor keeps its shape and loses its memory. Whole parameters lie in the memory of their
-units, as long as these are gathered.
+Trained parameters of one parameter group are a segment, whose shards are this rank's partition of the group
+(``even_order.py``). So are all frozen parameters of a unit: they are one run of bytes, whatever their dtypes.
 """
 
-import weakref
-from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import TYPE_CHECKING, Iterator, List, Optional, Tuple
 
 import torch
-from torch.nn import Parameter
 
-from ...zero_1_and_2.layout import Place, layouts_of
 from ...zero_1_and_2.parameter.carrier import Awaitable, Carrier, carrier_of
 from ...zero_1_and_2.parameter.runs import own_parameters
-from .places import TensorSlot
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,146 +28,103 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class Partitions:
-    """This rank's shards of the trained parameters of all groups.
+class Segment:
+    """A part of a unit's memory, in which runs of as many equal shards as there are ranks follow each other.
 
     Args:
-        optimizer: a ZeRO-1/2 optimizer. Only a weak reference is kept.
-        process_group: of the ranks that share them, which carries nothing else.
+        begin: where it begins in the unit's memory, in bytes.
+        dtype: of the elements.
+        shards: of each run, the elements of a shard, and where this rank's begins in ``own``.
+        rank, world: this rank, and how many have shards.
+        group: the parameter group; None: of frozen parameters.
 
     Attributes:
-        own: parameter group -> its shards, 1-D. Empty before :meth:`take_over`.
+        begin, rank, world, group: as above.
+        own_numel: elements of this rank's shards.
+        end: where it ends in the unit's memory, in bytes.
+        own: this rank's shards, 1-D, and perhaps those of other segments. Set before the first gather, as ``carrier``.
+        carrier: gathers them.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", process_group: "ProcessGroup"):
-        self._optimizer, self._process_group = weakref.ref(optimizer), process_group
-        self.own: Dict[int, torch.Tensor] = {}
-        self._carriers: Dict[int, Carrier] = {}  # parameter group -> what gathers its shards
-
-    def take_over(self) -> None:
-        """Copies this rank's shards out of the flat tensors, unless ``from_host.py`` has cut them already."""
-        optimizer = self._optimizer()
-        for group, layout in enumerate(optimizer.even_layouts):
-            carrier, alone = carrier_of(optimizer, group), optimizer.own_partitions.get(group)
-            if alone is None:
-                flat = optimizer.bit16_groups_flat[group]
-                alone = carrier.partition(layout.partition_numel, flat)
-                views = own_parameters(optimizer, group).views(0, layout.partition_numel)
-                if views:
-                    torch.cat(views, out=alone)
-            else:
-                alone = carrier.take_in(alone)
-            self.own[group], self._carriers[group] = alone, carrier.beside(self._process_group)
-
-    def gather(
-        self, group: int, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], places: Sequence[Place]
-    ) -> List[Awaitable]:
-        """Begins to fill runs of memory, 1-D, with the shards of all ranks. Returns what to wait for."""
-        shards = [self.own[group].narrow(0, place.offset, place.shard) for place in places]
-        return self._carriers[group].gather_shards(memory, runs, shards)
-
-    def to_write(self, group: int) -> torch.Tensor:
-        """Returns this rank's shards of a parameter group, when no other rank reads them any more."""
-        self._carriers[group].before_write()
-        return self.own[group]
-
-    def give_up_flat(self) -> None:
-        """Gives back the memory of the flat tensors, when no parameter lies there."""
-        optimizer = self._optimizer()
-        optimizer.own_partitions.update(self.own)
-        for flat in optimizer.bit16_groups_flat:
-            flat.untyped_storage().resize_(0)
-        # Links have views of the flat tensor.
-        for group, layout in enumerate(optimizer.even_layouts):
-            for piece in layout.own_pieces():
-                links = piece.parameter._hp_mapping
-                if links is not None:
-                    links.lp_fragment = self.own[group].narrow(0, piece.offset, piece.numel)
-
-
-class _OfGroup(NamedTuple):
-    """The parameters of a unit in one parameter group."""
-
-    group: int
-    dtype: torch.dtype
-    begin: int  # in the unit's memory, in bytes
-    end: int
-    world: int
-    rank: int
-    places: List[Place]
-
-    def runs(self) -> Iterator[Tuple[int, int]]:
-        """Yields (first, elements) of the memory of each parameter, counted from ``begin``, with its padding."""
-        first = 0
-        for place in self.places:
-            yield first, self.world * place.shard
-            first += self.world * place.shard
-
-    def memory(self, buffer: torch.Tensor) -> torch.Tensor:
-        return buffer[self.begin : self.end].view(self.dtype)
-
-
-class TrainedPart:
-    """The trained parameters of a unit: where they lie, and how they are gathered.
-
-    Args:
-        optimizer: a ZeRO-1/2 optimizer.
-        partitions: of this rank.
-        parameters: name -> parameter, of the unit.
-        begin: where these may lie in the unit's memory, in bytes.
-
-    Attributes:
-        slots: of the parameters.
-        end: where they end in the unit's memory, in bytes.
-    """
+    own: torch.Tensor
+    carrier: Carrier
 
     def __init__(
         self,
-        optimizer: "DeepSpeedZeroOptimizer",
-        partitions: Partitions,
-        parameters: Dict[str, Parameter],
         begin: int,
+        dtype: torch.dtype,
+        shards: List[Tuple[int, int]],
+        rank: int,
+        world: int,
+        group: Optional[int] = None,
     ):
-        self._partitions = partitions
-        self._groups: List[_OfGroup] = []
-        self.slots: List[TensorSlot] = []
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        for group, (layout, flat) in enumerate(zip(layouts_of(optimizer), optimizer.bit16_groups_flat, strict=True)):
-            places = [place for place in layout.places if id(place.parameter) in names]
-            if not places:
-                continue
-            size, first = flat.element_size(), begin
-            for place in places:
-                name = names[id(place.parameter)]
-                end = first + place.numel * size
-                self.slots.append(TensorSlot(name, place.parameter, first, end, is_trained=True))
-                first += layout.world * place.shard * size
-            self._groups.append(_OfGroup(group, flat.dtype, begin, first, layout.world, layout.rank, places))
-            begin = aligned(first)
-        self.end = begin
+        self.begin, self.group, self.rank, self.world = begin, group, rank, world
+        self._dtype, self._shards = dtype, shards
+        self.own_numel = sum(numel for numel, _ in shards)
+        self.end = begin + world * dtype.itemsize * self.own_numel
+
+    def runs(self) -> Iterator[Tuple[int, int, int]]:
+        """Yields (first element of the run in the segment, elements of a shard, offset in ``own``)."""
+        first = 0
+        for numel, offset in self._shards:
+            yield first, numel, offset
+            first += self.world * numel
+
+    def memory(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the segment, 1-D. ``buffer``: of the unit, of bytes."""
+        return buffer[self.begin : self.end].view(self._dtype)
 
     def gather(self, buffer: torch.Tensor) -> List[Awaitable]:
-        """Begins to gather the parameters into the unit's memory. Returns what to wait for."""
-        works: List[Awaitable] = []
-        for of_group in self._groups:
-            memory = of_group.memory(buffer)
-            works += self._partitions.gather(of_group.group, memory, [*of_group.runs()], of_group.places)
-        return works
+        """Begins to fill the segment with the shards of all ranks. Returns what to wait for."""
+        runs = [(first, self.world * numel) for first, numel, _ in self.runs()]
+        shards = [self.own.narrow(0, offset, numel) for _, numel, offset in self.runs()]
+        return self.carrier.gather(self.memory(buffer), runs, shards)
 
     def keep_own_part(self, buffer: torch.Tensor) -> None:
-        """Makes the values that the parameters have in the unit's memory those of this rank's shards."""
-        for of_group in self._groups:
-            memory, own = of_group.memory(buffer), self._partitions.to_write(of_group.group)
-            for (first, _), place in zip(of_group.runs(), of_group.places, strict=True):
-                there = memory.narrow(0, first + of_group.rank * place.shard, place.shard)
-                own.narrow(0, place.offset, place.shard).copy_(there)
+        """Copies the values in the unit's memory into this rank's shards, when no other rank reads these any more."""
+        self.carrier.before_write()
+        memory = self.memory(buffer)
+        for first, numel, offset in self.runs():
+            self.own.narrow(0, offset, numel).copy_(memory.narrow(0, first + self.rank * numel, numel))
 
-    def write(self, slot: TensorSlot, values: torch.Tensor) -> None:
-        """Makes values, of the parameter's shape, those of this rank's shard of a parameter."""
-        for of_group in self._groups:
-            for place in of_group.places:
-                if place.parameter is slot.tensor:
-                    piece = place.piece(of_group.rank)
-                    source = values.expand(slot.shape).reshape(-1).narrow(0, piece.source_offset, piece.numel)
-                    own = self._partitions.to_write(of_group.group)
-                    own.narrow(0, piece.offset, piece.numel).copy_(source)
+    def write(self, begin: int, values: torch.Tensor) -> None:
+        """Does the same with new values of a tensor, as bytes. It begins at ``begin`` in the unit's memory."""
+        self.carrier.before_write()
+        own, size = self.own.view(torch.uint8), self._dtype.itemsize
+        for run, numel, offset in self.runs():
+            place = self.begin + size * (run + self.rank * numel)
+            first, last = max(begin, place), min(begin + values.numel(), place + size * numel)
+            if first < last:
+                there = size * offset + first - place
+                own[there : there + last - first].copy_(values[first - begin : last - begin])
+
+
+def take_partitions(
+    optimizer: "Optional[DeepSpeedZeroOptimizer]", segments: List[Segment], process_group: "ProcessGroup"
+) -> None:
+    """Gives segments of trained parameters this rank's partitions, which it cuts out of the flat tensors unless
+    ``from_host.py`` has cut them already. ``process_group``: carries nothing else."""
+    for group, layout in enumerate([] if optimizer is None else optimizer.even_layouts):
+        carrier, own = carrier_of(optimizer, group), optimizer.own_partitions.get(group)
+        if own is None:
+            own = carrier.partition(layout.partition_numel, optimizer.bit16_groups_flat[group])
+            torch.cat([own.new_empty(0), *own_parameters(optimizer, group).views(0, layout.partition_numel)], out=own)
+        else:
+            own = carrier.take_in(own)
+        carrier = carrier.beside(process_group)
+        for segment in segments:
+            if segment.group == group:
+                segment.own, segment.carrier = own, carrier
+
+
+def give_up_flats(optimizer: "DeepSpeedZeroOptimizer", segments: List[Segment]) -> None:
+    """Gives back the memory of the flat tensors, when no parameter lies there. They keep their shape."""
+    # Only now: a set-up that raises before leaves the parameters in the flat tensors.
+    optimizer.own_partitions.update({segment.group: segment.own for segment in segments})
+    for group, layout in enumerate(optimizer.even_layouts):
+        optimizer.bit16_groups_flat[group].untyped_storage().resize_(0)
+        for piece in layout.own_pieces():
+            links = piece.parameter._hp_mapping
+            if links is not None:
+                # It has a view of the flat tensor.
+                links.lp_fragment = optimizer.own_partitions[group].narrow(0, piece.offset, piece.numel)
