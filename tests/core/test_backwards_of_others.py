@@ -78,8 +78,6 @@ class Checkpointed(nn.Sequential):
 
 
 def train_adversaries(case, toggles, checkpointed=False):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     sequence = Checkpointed if checkpointed else nn.Sequential
     modules = [Critic().to(device()), sequence(Block(WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())]
     plain = copy.deepcopy(modules)
@@ -136,7 +134,6 @@ def saliency(engine, x):
 
 def train_beside_saliency(case, places, direct):
     """Asks for gradients of inputs at ``places`` of a micro-batch: before it, before and after its backward."""
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     engine, plain = pair.engine, pair.plain
     error = 0.0
@@ -174,8 +171,6 @@ def test_gradients_of_inputs_belong_to_no_step(ranks, stage, accumulation, direc
 
 def buckets_sent_by_a_step(case):
     """Returns how many buckets a rank sends in a step, whose penalty the first rank alone has."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module = Critic().to(device())
     engine = make_engine(module, case)
     if dist.get_rank() == 0:
@@ -200,7 +195,6 @@ def penalty_of(module):
 
 
 def train_with_penalty(case, first, direct):
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     engine, plain = pair.engine, pair.plain
     with warnings_logged() as warnings:
@@ -232,7 +226,6 @@ def test_a_penalty_has_a_backward_of_its_own(ranks, stage, accumulation, first, 
 @compiled_anew()
 def train_by_loss_backward_behind_saliency(case):
     """As for adversarial examples: the gradient of an input, and then a backward through the same output."""
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     error = 0.0
     for step in range(3):
@@ -260,7 +253,6 @@ def test_a_backward_behind_one_that_passed_through(ranks, stage):
 
 def penalize_between(case, forward_between):
     """A penalty between a backward within no_sync() and the last one, or behind the last one and another forward."""
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     engine, plain = pair.engine, pair.plain
     for step in range(3):
@@ -289,7 +281,6 @@ def test_a_penalty_between(ranks, stage, forward_between):
 
 def train_the_module_itself(case, penalized):
     """The caller calls the module and not the engine, and no backward is announced."""
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     for step in range(3):
         for micro_step in range(case.accumulation):
@@ -313,7 +304,6 @@ def test_a_step_takes_gradients_that_no_backward_has_taken(ranks, stage, accumul
 
 def replace_after_penalty(case):
     """A penalty comes between a backward that no step uses and the backward that replaces it."""
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     for step in range(2):
         pair.engine.backward(pair.engine(rows(step, 1)).square().mean())
@@ -334,7 +324,6 @@ def test_a_penalty_before_a_backward_that_replaces_another(ranks, stage):
 
 
 def freeze_before_backward(case, direct):
-    torch.manual_seed(0)
     pair = Beside(Critic(), case)
     for step in range(3):
         x = rows(step)

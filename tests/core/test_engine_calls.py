@@ -20,7 +20,6 @@ def forwards_before_a_backward(case, direct):
 
     Returns the errors. All forwards come first: a later one would begin a step anew.
     """
-    torch._dynamo.reset()
     pair = CaseBeside(case)
     for step in range(2):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
@@ -49,7 +48,6 @@ def test_forwards_before_their_backwards(ranks, direct, model, stage):
 
 def backwards_of_one_forward(case, how):
     """Two losses of one forward with a backward each, and one that goes backward twice; returns the errors."""
-    torch._dynamo.reset()
     pair = CaseBeside(case)
     # A backward whose graph gives its buffers away cannot run twice.
     torch._functorch.config.donated_buffer = False

@@ -51,7 +51,6 @@ class Module(NamedTuple):
 
 def destroyed_in_order(case, order):
     """Two engines are made for one module and destroyed in an order."""
-    torch._dynamo.reset()
     module = build(case)
     made = [make_engine(module, case) for _ in range(2)]
     for index in order:
@@ -80,7 +79,6 @@ class Second(NamedTuple):
 
 def second_engine(case, stages):
     """A second engine for a module whose first one has trained and is still alive."""
-    torch._dynamo.reset()
     first = CaseBeside(dataclasses.replace(case, stage=stages[0]))
     first.step(0)
     second = CaseBeside(dataclasses.replace(case, stage=stages[1]), module=first.module)
@@ -263,8 +261,6 @@ class Destroyed(NamedTuple):
 
 def destroyed_at(moment, case):
     """Destroys an engine at a moment."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module = (BlocksWithin() if case.config else Fragile()).to(device())
     before = _hooks(module)
     engine = make_engine(module, case)

@@ -32,7 +32,6 @@ SMALL = "FillsPartition"
 
 def take_turns(cases, steps=3):
     """Engines of one process train in turns, micro-batch by micro-batch; returns each one's errors."""
-    torch._dynamo.reset()
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(steps):
         for micro_step in range(max(case.accumulation for case in cases)):
@@ -78,7 +77,6 @@ def in_another_order(case, in_one_backward):
 
     ``in_one_backward``: whether one backward goes through both, which the rank has run in its order.
     """
-    torch._dynamo.reset()
     pairs, raised = [CaseBeside(case) for _ in range(2)], []
     ids = batch(0, 0, dist.get_rank(), 4)
     engines = [pair.engine for pair in (reversed(pairs) if dist.get_rank() % 2 else pairs)]
@@ -119,7 +117,6 @@ def test_one_backward_in_another_order(ranks, stage):
 
 def one_loss_of_two_engines(cases):
     """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
-    torch._dynamo.reset()
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(3):
         ids = batch(step, 0, dist.get_rank(), 4)
@@ -141,7 +138,6 @@ def test_one_loss_of_two_engines(ranks):
 
 def in_other_threads(cases):
     """Each step of each engine runs in a new thread, one at a time; returns the errors."""
-    torch._dynamo.reset()
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     own_device, raised = device(), []
 
@@ -182,7 +178,6 @@ class Wrapped(NamedTuple):
 
 def beside_plain_loop_in_wrapped_groups(case):
     """Trains for three steps."""
-    torch._dynamo.reset()
     pair = CaseBeside(case)
     wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
     for step in range(3):
@@ -229,7 +224,6 @@ def long_run(case, steps, settled):
 
     The model is evaluated after every third step.
     """
-    torch._dynamo.reset()
     pair, rank = CaseBeside(case), dist.get_rank()
     # The same on every rank, and lengths of each rank's own.
     of_all, own = random.Random(1), random.Random(2 + rank)

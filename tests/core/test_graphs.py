@@ -3,7 +3,6 @@
 """What the passes do to graphs: small ones written here, and those of real models."""
 
 import copy
-import operator
 from typing import Dict, List, NamedTuple
 
 import pytest
@@ -118,26 +117,6 @@ def test_zero3_release_skips_graphs_without_trainable_parameters(fx, first_train
         backend.param_manager.clear()
 
 
-def test_rewriting_helpers(fx):
-    """A helper would put a node before its input, drop its meta data, or leave users at the node that it replaces."""
-    graph = Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    total = graph.call_function(operator.add, (x, y))
-    late = graph.placeholder("late")
-    graph.output(graph.call_function(operator.mul, (total, late)))
-    graph = fx.move_primals_to_head(graph)
-    assert [node.op for node in graph.nodes][:3] == ["placeholder"] * 3
-    total = next(node for node in graph.nodes if node.target is operator.add)
-    doubled = fx.add_postprocess(graph, total, operator.mul, extra_args=[2], name="doubled", meta={"comm": True})
-    negated = fx.add_args_process(graph, total, operator.sub, extra_args=[1], meta={"ds_id": 3})
-    assert doubled.meta["comm"] and all(node.meta["ds_id"] == 3 for node in negated)
-    module = GraphModule(torch.nn.Module(), graph)
-    assert fx.find_node_by_name(module, "doubled") is doubled and fx.find_node_by_name(module, "none") is None
-    # ((x - 1) + (y - 1)) * 2 * late
-    assert module(5, 7, 10) == 200
-    graph.lint()
-
-
 class End(NamedTuple):
     """A call of ``end_backward`` in a backward graph."""
 
@@ -162,7 +141,6 @@ class BackwardGraphs(NamedTuple):
 
 def backward_graphs(case):
     """Takes two steps and records what the backward graphs do."""
-    torch._dynamo.reset()
     # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     entries = []

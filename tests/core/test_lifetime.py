@@ -304,7 +304,6 @@ class Released(NamedTuple):
 
 def release_by(how, case):
     """Releases the gradients of a backward by ``how``, and then trains on where an engine is left."""
-    torch._dynamo.reset()
     pair = CaseBeside(case)
     engine = pair.engine
     backward(engine)
@@ -350,7 +349,6 @@ class Growth(NamedTuple):
 
 def net_bytes_of_steps(case):
     """Measures allocated memory around the fourth step and around the fifth."""
-    torch.manual_seed(0)
     module, engine = start(case, Model(width=256).to(device()))
     for step in range(3):
         backward(engine, step)

@@ -101,7 +101,6 @@ def many_parameters(case, count, numel):
 
 def shared_block(case, uses):
     """As :func:`train`, with how often the block is used in each micro-batch."""
-    torch.manual_seed(0)
     return train(case, MODELS[case.model](), [(number,) for number in uses])
 
 

@@ -42,7 +42,6 @@ class Unusual(torch.nn.Module):
 
 
 def train_not_contiguous(stage):
-    torch.manual_seed(0)
     module = Unusual().to(memory_format=torch.channels_last)
     module.linear.weight = torch.nn.Parameter(torch.randn(4, 6).t())
     # Each rank begins with its own. The first rank's must come to all.
@@ -122,7 +121,6 @@ class Turning(torch.nn.Module):
 
 
 def train_viewed_as_complex():
-    torch.manual_seed(0)
     beside = Beside(Turning(), Case())
     for _ in range(2):
         beside.step(torch.randn(2, 5, device=device()))
@@ -171,7 +169,6 @@ def train_without_elements():
 
     And how a reducer takes such a parameter from somebody who registers it all the same.
     """
-    torch.manual_seed(0)
     beside, said = Beside(OddSizes(), Case()), []
     empty = beside.module.empty
     for step in range(2):

@@ -70,20 +70,20 @@ def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_a
         sanitized({"config": {"zero_optimization": {"round_robin_gradients": True}}}),
         sanitized({"bucket": 1}),
         sanitized({"bucket": 10**9}),
+        # A second contribution to a parameter comes while the first is in the bucket.
+        *(
+            sanitized({"bucket": 10**6, "model": model})
+            for model in ("TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager")
+        ),
     ],
 )
 @vary("stage", [1, 2])
 def test_variations(ranks, stage, varied):
-    """A step would rely on the same parameters, lengths, groups or number of buckets as the step before it."""
+    """A step would rely on the same parameters, lengths, groups or number of buckets as the step before it.
+
+    Or the second contribution to a parameter would take the place of the first, which is still in the bucket.
+    """
     check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
-
-
-@pytest.mark.sanitized
-@vary("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
-@vary("stage", [1, 2])
-def test_contributions_to_one_parameter_in_one_bucket(ranks, stage, model):
-    """The second contribution to a parameter would take the place of the first, which is still in the bucket."""
-    check_trained(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
 
 
 @pytest.mark.slow

@@ -54,7 +54,6 @@ class SparseUnseen(torch.nn.Embedding):
 
 def train_embedding(kind, **sparse):
     """Trains a model with an embedding whose gradient is sparse; returns what is said, or what training came to."""
-    torch.manual_seed(0)
     module = BlocksWithin()
     module.body.embedding = kind(VOCABULARY, 8, **sparse)
     try:
@@ -105,8 +104,6 @@ class OthersWithin(BlocksWithin):
 
 def train_beside_others():
     """Leaves these out of the engine's optimizer; returns the errors of the others, and of the gradients of these."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
     module = OthersWithin().to(device())
     plain, case = copy.deepcopy(module), Case(config=REGIONAL)
     engine = make_engine(module, case, optimizer=torch.optim.SGD(module.of_zero(), lr=0.2))
@@ -150,7 +147,6 @@ def test_frozen_parameters_that_the_optimizer_is_given(ranks):
 
 def train_two_backwards(advised):
     """Two backwards of one step, of which the second replaces the first; or, as advised, both in one context."""
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case())
 
     def backwards():
@@ -182,7 +178,6 @@ def test_several_backwards_in_one_step(ranks):
 
 def train_replaced_weight():
     """Replaces a weight when the engine is made. Returns what a forward says, and what a new engine comes to."""
-    torch.manual_seed(0)
     module, case = BlocksWithin(), Case(config=REGIONAL)
     before = Beside(module, case)
     module.body.blocks[1].up.weight = torch.nn.Parameter(module.body.blocks[1].up.weight.detach() / 2)
@@ -206,7 +201,6 @@ def test_a_parameter_that_the_optimizer_lacks(ranks):
 
 def train_clipped(computes):
     """Sets ``clip_grad`` of an engine that computes a norm or none; returns what is said, or what training came to."""
-    torch.manual_seed(0)
     config = {"zero_optimization": {"compute_grad_norm": computes}}
     pair = Beside(BlocksWithin(), Case(clipping=0.2 if computes else 0.0, config=config))
     if not computes:
@@ -314,7 +308,6 @@ def test_layers_of_which_the_optimizer_lacks_a_parameter(ranks):
 
 def train_under_hooks(of_all):
     """Trains with a hook of all modules, or with one at each; returns warnings, the calls, and what came of it."""
-    torch.manual_seed(0)
     calls, handles = [], []
     pair = Beside(BlocksWithin(), Case(config=REGIONAL))
 
@@ -348,7 +341,6 @@ def train_where_a_backward_raised_meanwhile():
 
     Returns what the reducer says, and what comes of running the backward again.
     """
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=REGIONAL))
 
     ids = batch(0, 0, dist.get_rank(), 4)

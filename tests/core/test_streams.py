@@ -75,7 +75,6 @@ def accumulate_over_streams(case, how):
             "dropped", where ``zero_grad()`` comes behind that backward, and another one on the second stream behind it
             ends the step.
     """
-    torch._dynamo.reset()
     rank, module = dist.get_rank(), build(case)
     plain = copy.deepcopy(module)
     engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
@@ -162,7 +161,6 @@ class InASideStream(NamedTuple):
 
 def train_in_a_side_stream(case):
     """Trains in a side stream an engine that was compiled in the default one."""
-    torch._dynamo.reset()
     rank, module = dist.get_rank(), build(case)
     plain = copy.deepcopy(module)
     side, default, streams = torch.cuda.Stream(), torch.cuda.default_stream(), set()

@@ -29,7 +29,6 @@ class Zero3(NamedTuple):
 
 def train_zero3(case):
     """Trains with ZeRO-3 under DeepCompile beside a plain loop."""
-    torch._dynamo.reset()
     module = build(case)
     plain = copy.deepcopy(module)
     engine = make_engine(module, dataclasses.replace(case, deepcompile=True))

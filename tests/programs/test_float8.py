@@ -297,7 +297,6 @@ def test_loss_in_chunks_where_the_head_is_left_out(ranks, which, model):
 
 def parts_kept(model, recipe):
     """Lists the shapes of float8 tensors that forwards keep for their backward, of graphs with kernels for float8."""
-    torch._dynamo.reset()
     kept, split = [], split_file.split_joint
 
     def recording(*args, **kwargs):

@@ -725,19 +725,28 @@ def check_of(recipe):
     return check_eight_bits if recipe.eight_bits else check_precise
 
 
-def try_models(ranks, world, strategy, number, first_seed, count):
-    """Trains ``number`` models on so many ranks. Counts how many were tried, and how many have agreed."""
+def for_each(strategy, number, first_seed, check, phases=(Phase.generate,)):
+    """Calls ``check(recipe)`` for ``number`` recipes."""
 
     @seed(first_seed)
     @settings(
         max_examples=number,
         deadline=None,
         database=None,
-        phases=[Phase.generate, Phase.shrink],
+        phases=phases,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
     @given(recipe=strategy)
+    def holds(recipe):
+        check(recipe)
+
+    holds()
+
+
+def try_models(ranks, world, strategy, number, first_seed, count):
+    """Trains ``number`` models on so many ranks. Counts how many were tried, and how many have agreed."""
+
     def trains_as_a_plain_loop(recipe):
         count["tried"] += 1
         results = ranks(world).run(train, recipe)
@@ -747,7 +756,7 @@ def try_models(ranks, world, strategy, number, first_seed, count):
         check_of(recipe)(ranks(world).run, recipe, results)
         count["agreed"] += 1
 
-    trains_as_a_plain_loop()
+    for_each(strategy, number, first_seed, trains_as_a_plain_loop, (Phase.generate, Phase.shrink))
 
 
 def made_small(recipe):
@@ -760,15 +769,12 @@ def test_every_trick_is_drawn():
     """Conditions that contradict each other would leave a trick out of all random models."""
     drawn = collections.defaultdict(set)
 
-    @seed(1)
-    @settings(max_examples=400, deadline=None, database=None, phases=[Phase.generate])
-    @given(recipe=recipes(["eager", "inductor"]) | recipes(["eager"], sharded=True))
     def draw(recipe):
         for part in (recipe, *recipe.pieces):
             for name, value in vars(part).items():
                 drawn[type(part), name].add(value)
 
-    draw()
+    for_each(recipes(["eager", "inductor"]) | recipes(["eager"], sharded=True), 400, 1, draw)
     assert drawn[Piece, "kind"] == {*KINDS}
     assert [name for (_, name), values in drawn.items() if len(values) < 2] == ["steps"]
 
@@ -836,21 +842,11 @@ def test_random_models_sharded(ranks, request, capsys):
     number, first_seed = request.config.getoption("--models") or 3, request.config.getoption("--seed")
     count = collections.Counter()
 
-    @seed(first_seed)
-    @settings(
-        max_examples=number,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-        print_blob=False,
-    )
-    @given(recipe=recipes(["eager"], sharded=True))
     def come_to_the_same_bits(recipe):
         sharded, whole = (ranks(2).run(function, recipe) for function in (train, train_whole))
         assert [str(one.sums) for one in sharded] == [str(other.sums) for other in whole]
         count["agreed"] += 1
 
-    come_to_the_same_bits()
+    for_each(recipes(["eager"], sharded=True), number, first_seed, come_to_the_same_bits)
     with capsys.disabled():
         print(f"\nseed {first_seed}: {count['agreed']} models came to the same bits")

@@ -28,6 +28,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.beside import warnings_logged
 from support.ids import case_ids, vary
 from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
+from support.optimizers import Momentum
 from support.tables import OPTIMIZER
 from support.training import (
     BOUND,
@@ -280,39 +281,10 @@ def test_trains_as_without_deepcompile(ranks, request, record_property, stage, n
         assert (result.error_plain < BOUND) == known.like_plain, result
 
 
-class Uncut(torch.Tensor):
-    """A tensor that is cut nowhere, as one that is quantized in blocks is cut only between blocks."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function is torch.Tensor.narrow:
-            raise ValueError("not between blocks")
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-class Momentum(torch.optim.Optimizer):
-    """SGD with momentum that is never cut, and that counts the steps of each element."""
-
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter).as_subclass(Uncut)
-                    state["count"] = torch.zeros_like(parameter)
-                state["count"] += 1
-                state["momentum"].mul_(0.9).add_(parameter.grad)
-                parameter.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
-
-
 # Blocks of 256 elements fill a partition of two ranks, and most of the parameters begin within one.
 ODD = (40, 16)
 UNCUT = {
-    "Momentum": (Known(__name__, "Momentum", {"lr": 0.1}), "momentum", "count"),
+    "Momentum": (Known(Momentum.__module__, Momentum.__name__, {"lr": 0.1}), "momentum", "count"),
     "AdamW8bit of torchao": (KNOWN["AdamW8bit of torchao"], "exp_avg", None),
 }
 

@@ -356,8 +356,8 @@ def late(delay):
     def send_late(self, at=None, sends_frozen=True):
         send(self, at, sends_frozen)
         received = [*_received(self.memory)]
-        if sends_frozen and self.memory.frozen_bytes:
-            received.append(self._target[: self.memory.frozen_bytes])
+        if sends_frozen and self.memory.frozen.end:
+            received.append(self.memory.frozen.memory(self._target))
         self._works = [_Late(self._works, received, delay)]
 
     @shapes_no_graph
@@ -374,12 +374,11 @@ def late(delay):
 
 def _received(of_unit):
     """Yields the memory into which a gather receives trained parameters of a unit, whose memory this is."""
-    if of_unit.trained_part:
-        for of_group in of_unit.trained_part._groups:
-            memory = of_group.memory(of_unit.buffer)
-            for first, numel in of_group.runs():
-                shards = memory[first : first + numel].chunk(of_group.world)
-                yield from (shard for rank, shard in enumerate(shards) if rank != of_group.rank)
+    for segment in of_unit.trained:
+        memory = segment.memory(of_unit.buffer)
+        for first, numel, _ in segment.runs():
+            shards = memory[first : first + segment.world * numel].chunk(segment.world)
+            yield from (shard for rank, shard in enumerate(shards) if rank != segment.rank)
 
 
 class _Late:
@@ -417,8 +416,10 @@ class _Late:
 def freeze(module, trained):
     """Freezes parameters: none for "all", other ones of each block for "some", and the same of all blocks for "alike".
 
-    Blocks that are alike are compiled once.
+    Blocks that are alike are compiled once. For "adapters" all stays as it was made.
     """
+    if trained == "adapters":
+        return
     for index, (name, parameter) in enumerate(module.named_parameters()):
         is_frozen = {"all": False, "some": index % 3 == 0, "alike": ".up." in name or "embedding" in name}[trained]
         parameter.requires_grad_(not is_frozen)

@@ -73,6 +73,35 @@ def partition_of(optimizer, index=0, factor=None, new=None):
     return Partition(optimizer, index, factor, torch.bfloat16, in_one_run(new), step_is_unpatched=True)
 
 
+class Uncut(torch.Tensor):
+    """A tensor that is cut nowhere, as one that is quantized in blocks is cut only between blocks."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.Tensor.narrow, torch.narrow):
+            raise ValueError("not between blocks")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum that is cut nowhere, and that counts the steps of each element."""
+
+    def __init__(self, groups, lr=0.1):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter).as_subclass(Uncut)
+                    state["count"] = torch.zeros_like(parameter)
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
+
+
 class AdamInFp64:
     """Adam in fp64, as its authors have written it (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101).
 

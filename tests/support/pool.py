@@ -11,6 +11,7 @@ import datetime
 import gc
 import importlib
 import multiprocessing
+import multiprocessing.connection
 import os
 import random
 import signal
@@ -161,8 +162,9 @@ class Ranks:
     def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
 
-        ``function`` is importable under ``tests/``. A rank that raises, dies or takes longer than ``timeout``
-        seconds fails the call and ends the processes; the next call starts new ones.
+        ``function`` is importable under ``tests/``. When it begins, torch has compiled nothing and has the seed 0. A
+        rank that raises, dies or takes longer than ``timeout`` seconds fails the call and ends the processes; the next
+        call starts new ones.
         """
         try:
             # When one rank failed, the others may wait for it.
@@ -185,26 +187,37 @@ class Ranks:
             self.stop()
 
     def _ask(self, function, args, kwargs, timeout, timeout_after_failure):
-        """Lists (whether it succeeded, its result or how it failed) for each rank."""
+        """Lists (whether it succeeded, its result or how it failed) for each rank.
+
+        Args:
+            timeout, timeout_after_failure: seconds in which the next rank must answer, before one failed and after.
+        """
         if not self._processes:
             self.start()
         for connection in self._connections:
             connection.send((function.__module__, function.__qualname__, args, kwargs))
-        answers = []
-        for rank, connection in enumerate(self._connections):
-            failed = any(not succeeded for succeeded, _ in answers)
-            if not connection.poll(timeout_after_failure if failed else timeout):
-                answers.append((False, f"gave no answer within {timeout} s"))
-                continue
-            try:
-                succeeded, result, seconds = connection.recv()
-            except (EOFError, ConnectionError):
-                _join(self._processes[rank])
-                answers.append((False, f"died with exit status {self._processes[rank].exitcode}"))
-                continue
-            SPENT["calls"] += seconds
-            answers.append((succeeded, result if succeeded else f"raised:\n{result}"))
-        return answers
+        answers, awaited = {}, dict(zip(self._connections, range(self.world)))
+        while awaited:
+            # In any order: a rank that failed answers while the others wait for it.
+            answered = multiprocessing.connection.wait(awaited, timeout)
+            if not answered:
+                answers.update({rank: (False, f"gave no answer within {timeout} s") for rank in awaited.values()})
+                break
+            for connection in answered:
+                rank = awaited.pop(connection)
+                answers[rank] = self._answer_of(rank, connection)
+                if not answers[rank][0]:
+                    timeout = timeout_after_failure
+        return [answers[rank] for rank in range(self.world)]
+
+    def _answer_of(self, rank, connection):
+        try:
+            succeeded, result, seconds = connection.recv()
+        except (EOFError, ConnectionError):
+            _join(self._processes[rank])
+            return False, f"died with exit status {self._processes[rank].exitcode}"
+        SPENT["calls"] += seconds
+        return succeeded, result if succeeded else f"raised:\n{result}"
 
 
 def _join(process):
@@ -258,6 +271,9 @@ def _serve(connection, settings, patience):
         except EOFError:
             return
         before = cpu_seconds()
+        # Each function begins alike, whatever ran before it.
+        torch._dynamo.reset()
+        torch.manual_seed(0)
         try:
             answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
         except BaseException:  # noqa: B902 (told to the test, whatever it is)

@@ -94,6 +94,10 @@ class Layout:
         """Elements of the flat tensor."""
         return self.world * self.partition_numel
 
+    def run(self, place: Place) -> Tuple[int, int]:
+        """Returns (first element, elements) of a parameter's shards in the flat tensor."""
+        return place.first, self.world * place.shard
+
     def own_pieces(self) -> Iterator[Piece]:
         """Yields the pieces in this rank's partition that have elements, in its order."""
         pieces = (place.piece(self.rank) for place in self.places)
@@ -139,5 +143,5 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
         # The parameters are sharded: the part that shards them puts them in their place itself.
         return True
     first, size = flat.data_ptr(), flat.element_size()
-    places = optimizer._deepcompile.layouts[group].places
+    places = layouts_of(optimizer)[group].places
     return all([place.parameter.data_ptr() == first + size * place.first for place in places])

@@ -57,7 +57,6 @@ def train_in_turns(cases, torchs=1.0, compiled_by_caller=False):
         torchs: the budget that torch is given for the whole process.
         compiled_by_caller: whether the blocks were compiled before their engine was made.
     """
-    torch._dynamo.reset()
     kept = {}
     with functorch_config.patch(activation_memory_budget=torchs):
         loops = [_loop(case, compiled_by_caller) for case in cases]
@@ -157,7 +156,6 @@ class NormsBatches(Block):
 
 def train_what_changes(block, budget, regional, backend):
     """Trains a model whose blocks change their buffers."""
-    torch.manual_seed(0)
     module = OneGraph()
     module.blocks = nn.ModuleList(block(8) for _ in range(2))
     return train_for_three_steps(module, case_of(budget, regional, backend=backend))
@@ -218,7 +216,6 @@ class ChangedByOthers(OneGraph):
 
 
 def train_changed_by_others(change, budget, regional, backend):
-    torch.manual_seed(0)
     module = ChangedByOthers()
     module.change = change
     return train_for_three_steps(module, case_of(budget, regional, backend=backend))
@@ -280,7 +277,6 @@ def end_or_error(loop):
 
 def train_with_changed_input(budget, body=ChangesAnInput):
     """Returns what training came to, or what it raised."""
-    torch.manual_seed(0)
     module = BlocksWithin()
     module.body = body(width=8)
     loop = Beside(module, case_of(budget, True))

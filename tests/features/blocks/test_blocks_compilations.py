@@ -38,7 +38,6 @@ def layers_that_differ(limit, alike=False):
 
     Reaching the limit raises, and what was raised is returned as text.
     """
-    torch.manual_seed(0)
     with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
         pair = Beside(NamedBlocks(depth=2), Case(config=REGIONAL))
         try:

@@ -121,7 +121,6 @@ def test_without_blocks_one_graph_has_all(ranks):
 
 def train_around_blocks(case):
     """Trains a model that uses parameters around its blocks; returns the counters of the last backward, too."""
-    torch.manual_seed(0)
     pair = Beside(Around(), case)
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
@@ -186,7 +185,6 @@ class RaisesOutside(Model):
 
 def raising_at_different_layers(case):
     """Trains on where one backward raises, behind another block on each rank."""
-    torch.manual_seed(0)
     pair, rank = Beside(RaisesOutside(), case), dist.get_rank()
     Raises.armed = False
     pair.step(batch(0, 0, rank, 4))
@@ -233,7 +231,6 @@ def compiled_before():
 
 def train_other_blocks(make, case):
     """Trains a model with other blocks beside a plain loop; returns the outcome."""
-    torch.manual_seed(0)
     module, blocks = make()
     module.body.blocks = torch.nn.ModuleList(blocks)
     begun = Beside(module, case)
@@ -256,7 +253,6 @@ def train_with_arguments_of_compile(given_to):
 
     Returns whether it is told to have no effect, how often torch has asked the filter, and what came of training.
     """
-    torch.manual_seed(0)
     module, asked = BlocksWithin(), []
     arguments = {"options": {"guard_filter_fn": lambda guards: asked.append(guards) or [True] * len(guards)}}
     if given_to == "blocks":
@@ -321,7 +317,6 @@ def switch_llama(model, how):
 
 def switch_checkpointing(make, switch):
     """Layers checkpoint only in the second step, by a function that looks at what it is given."""
-    torch.manual_seed(0)
     pair = Beside(make(), Case(config=REGIONAL))
     seen = {pair.module: set(), pair.plain: set()}
 

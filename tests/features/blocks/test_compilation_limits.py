@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's limit of compilations: what uses it up, and what becomes of training when it is reached."""
 
+import contextlib
 import dataclasses
 import re
 from typing import List
@@ -42,9 +43,24 @@ def given_up(warnings):
 
 @dataclasses.dataclass(frozen=True)
 class Limited(Outcome):
-    """``given_up``: the warnings that training goes on without compiling."""
+    """``given_up``: the warnings that training goes on without compiling. ``warnings``: all of DeepSpeed."""
 
     given_up: List[str]
+    warnings: List[str]
+
+
+def trained(make, case, steps, change, limit=None, length_of=lambda step: 4):
+    """Takes steps, before each of which ``change(model, step)`` changes both models; returns what was seen."""
+    torch.manual_seed(0)
+    limited = torch._dynamo.config.patch(recompile_limit=limit) if limit else contextlib.nullcontext()
+    with warnings_logged() as warnings, limited:
+        pair = Beside(make(width=4, depth=2), case)
+        for step in range(steps):
+            for model in (pair.module, pair.plain):
+                change(model, step)
+            pair.step(ids_of(step, length_of(step)))
+        result = pair.end()
+    return Limited(**vars(result), given_up=given_up(warnings), warnings=warnings)
 
 
 class Branching(Model):
@@ -57,19 +73,23 @@ class Branching(Model):
             return super().forward(x) * (1 + int(self.branch) / 8)
 
 
+def take_another_branch(model, step):
+    for block in model.blocks:
+        block.branch = str(step)
+
+
 def train(case, what, rank, limit, steps=4):
     """Takes steps that differ each time in ``what`` on ``rank`` or, if it is None, on all; returns what was seen."""
-    torch.manual_seed(0)
     differs = rank in (None, dist.get_rank())
-    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
-        pair = Beside(Branching(width=4, depth=2), case)
-        for step in range(steps):
-            for model in (pair.module, pair.plain):
-                for block in model.blocks:
-                    block.branch = str(step) if differs and what == "branches" else "0"
-            pair.step(ids_of(step, 3 + step if differs and what == "lengths" else 4))
-        result = pair.end()
-    return Limited(**vars(result), given_up=given_up(warnings))
+
+    def change(model, step):
+        if differs and what == "branches":
+            take_another_branch(model, step)
+
+    def length_of(step):
+        return 3 + step if differs and what == "lengths" else 4
+
+    return trained(Branching, case, steps, change, limit, length_of)
 
 
 def check_given_up(results):
@@ -112,16 +132,8 @@ class Remembering(Branching):
 
 def warned_of(make, case, limit, steps):
     """Takes steps with another branch each time; returns the warnings of compilations."""
-    torch.manual_seed(0)
-    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
-        pair = Beside(make(width=4, depth=2), case)
-        for step in range(steps):
-            for model in (pair.module, pair.plain):
-                for block in model.blocks:
-                    block.branch = str(step)
-            pair.step(ids_of(step))
-        check([pair.end()])
-    return [warning for warning in warnings if "compiled" in warning]
+    (result,) = check([trained(make, case, steps, take_another_branch, limit)])
+    return [warning for warning in result.warnings if "compiled" in warning]
 
 
 FAILED_GUARD = (
@@ -167,22 +179,11 @@ class Logging(Model):
         self.logged = {name: value.detach() * len(name)}
 
 
-@dataclasses.dataclass(frozen=True)
-class WithWarnings(Limited):
-    """``warnings``: all of DeepSpeed."""
-
-    warnings: List[str]
-
-
 def train_logging(case):
-    torch.manual_seed(0)
-    with warnings_logged() as warnings:
-        pair = Beside(Logging(width=4, depth=2), case)
-        for step in range(12):
-            pair.module.step = pair.plain.step = str(step) * (step + 1)
-            pair.step(ids_of(step))
-        result = pair.end()
-    return WithWarnings(**vars(result), given_up=given_up(warnings), warnings=warnings)
+    def change(model, step):
+        model.step = str(step) * (step + 1)
+
+    return trained(Logging, case, 12, change)
 
 
 def test_frames_without_parameters_do_not_count(ranks):
@@ -202,7 +203,6 @@ def compilations_without_gradients(case):
 
     The graphs of a whole step have been compiled by then.
     """
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), case)
     pair.step(ids_of(0))
     seen, stats = {}, torch._dynamo.utils.counters["stats"]
@@ -238,7 +238,6 @@ def test_evaluation_compiles_nothing(ranks, regional, graphs):
 
 def make_engines(case, number, limit):
     """Makes engines of models of one class, one after the other; each takes a step and is destroyed."""
-    torch._dynamo.reset()
     results = []
     with torch._dynamo.config.patch(recompile_limit=limit):
         for seed in range(number):
@@ -305,7 +304,6 @@ class ThreeGraphs(TwoParts):
 
 def evaluate_first(make, case, mode):
     """Rank 0 alone calls the model before both train, its parts in the other order."""
-    torch.manual_seed(0)
     pair = Beside(make(), case)
     if dist.get_rank() == 0:
         for length in (3, 5):
@@ -355,16 +353,12 @@ SUBSETS = ["a", "ab", "b", "abc", "bcd"]
 
 def train_adapters(case, limit):
     """Takes steps with other adapters in each block and each time."""
-    torch.manual_seed(0)
-    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
-        pair = Beside(WithAdapters(width=4, depth=2), case)
-        for step in range(len(SUBSETS)):
-            for model in (pair.module, pair.plain):
-                for index, block in enumerate(model.blocks):
-                    block.used = tuple(SUBSETS[(step + index) % len(SUBSETS)])
-            pair.step(ids_of(step))
-        result = pair.end()
-    return Limited(**vars(result), given_up=given_up(warnings))
+
+    def change(model, step):
+        for index, block in enumerate(model.blocks):
+            block.used = tuple(SUBSETS[(step + index) % len(SUBSETS)])
+
+    return trained(WithAdapters, case, len(SUBSETS), change, limit)
 
 
 @vary("stage", [1, 2])

@@ -140,20 +140,20 @@ def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
     check_seen(ranks(1).run(train, place, what, added, removed, regional))
 
 
-def test_hooks_come_and_go_in_a_model_compiled_as_a_whole(ranks):
-    """The guard that sees hooks of blocks would be missing in the one graph of the model."""
-    check_seen(ranks(1).run(train, "block", "changes", 1, 2, regional=False))
-
-
-@pytest.mark.slow
-@vary("place", ["in a block", "head"])
-def test_hooks_come_and_go_in_generated_code(ranks, place):
-    check_seen(ranks(2).run(train, place, "changes", 1, 3, backend="inductor"))
+@vary(
+    "place, regional, backend",
+    [
+        ("block", False, "eager"),
+        *(pytest.param(place, None, "inductor", marks=pytest.mark.slow) for place in ("in a block", "head")),
+    ],
+)
+def test_hooks_come_and_go_in_other_graphs(ranks, place, regional, backend):
+    """The guard that sees hooks of blocks would be missing in the one graph of the model, or in generated code."""
+    check_seen(ranks(2).run(train, place, "changes", 1, 3, regional, backend))
 
 
 def train_under_global_hook(regional):
     """From the second step on, and up to the third, a hook of all modules doubles what some of them return."""
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=compiled(regional)))
 
     def change(module, args, output):
@@ -227,7 +227,6 @@ def test_the_options_of_other_code_stay_while_another_thread_compiles(ranks, reg
 
 def train_what_was_frozen(place, config, backend):
     """Parameters are frozen in the first of each step's two micro-batches, so code is first compiled for that."""
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=config, backend=backend, accumulation=2))
     for step in range(3):
         for micro_step in range(2):
@@ -254,7 +253,6 @@ def warnings_of_full_backward_hooks(place, regional, added):
 
     Returns what came of it, and the warnings.
     """
-    torch._dynamo.reset()
     module, hooks = BlocksWithin(), Hooks()
     with warnings_logged() as warnings:
         if added == 0:
@@ -287,7 +285,6 @@ def train_with_hooks_of_tensors(place, regional):
 
     Returns what came of it, how many gradients graphs should reduce, the norms and the warnings.
     """
-    torch.manual_seed(0)
     module, seen = BlocksWithin(), []
     expected = len([*module.parameters()])
     if regional:

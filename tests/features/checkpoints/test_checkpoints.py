@@ -23,6 +23,7 @@ from support.checkpoints import (
     start,
     state,
     train,
+    whole,
 )
 from support.ids import vary
 from support.parameter_gather import DELAY, one_rank_late
@@ -166,6 +167,32 @@ def test_rolled_back(ranks, tmp_path, stage, dtype, overlapped):
     for result in results:
         assert result.differing == []
         assert_same(result.end, dtype)
+
+
+def parameters_loaded(run, folder, states):
+    """Loads parameters into an engine that has trained since, with ``states`` but not from saved master weights, or
+    without. Returns how far parameters are off the saved ones, and master weights off the parameters."""
+    module, engine = start(run)
+    train(engine, run, range(2))
+    engine.save_checkpoint(folder, tag="saved")
+    with whole(engine, run):
+        saved = [parameter.detach().clone() for parameter in module.parameters() if parameter.numel()]
+    train(engine, run, [2, 3])
+    engine.load_checkpoint(folder, tag="saved", load_optimizer_states=states)
+    with whole(engine, run):
+        loaded = [parameter for parameter in module.parameters() if parameter.numel()]
+        masters = [safe_get_full_fp32_param(parameter) for parameter in loaded]
+        errors = relative_error(loaded, saved), relative_error(masters, loaded)
+    engine.destroy()
+    return errors
+
+
+@vary("form", [{"sharded": True, "dtype": "bf16"}, {"sharded": True}, {"overlapped": True, "dtype": "bf16"}])
+@pytest.mark.parametrize("states", [True, False], ids=["with-states", "without-states"])
+def test_parameters_alone(ranks, tmp_path, form, states):
+    """Master weights that are made of the parameters from before the load would undo it in the next step."""
+    run = Run("OddSizes", stage=2, config={"zero_optimization": {"load_from_fp32_weights": False}}, **form)
+    assert ranks(2).run(parameters_loaded, run, str(tmp_path), states) == [(0.0, 0.0)] * 2
 
 
 # Schedules ---------------------------------------------------------------------------------------------------------

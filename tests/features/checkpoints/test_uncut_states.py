@@ -11,36 +11,8 @@ from deepspeed.compile.features.checkpoints.in_base_order import LOST
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.beside import warnings_logged
+from support.optimizers import Momentum, Uncut
 from support.training import device, small_shards
-
-
-class Uncut(torch.Tensor):
-    """A tensor that is cut nowhere."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in (torch.Tensor.narrow, torch.narrow):
-            raise ValueError("not between blocks")
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-class Momentum(torch.optim.Optimizer):
-    """SGD with momentum that is cut nowhere, and that counts the steps of each element."""
-
-    def __init__(self, groups, lr=0.1):
-        super().__init__(groups, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter).as_subclass(Uncut)
-                    state["count"] = torch.zeros_like(parameter)
-                state["count"] += 1
-                state["momentum"].mul_(0.9).add_(parameter.grad)
-                parameter.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
 
 
 def make(deepcompile=True):

@@ -269,7 +269,6 @@ def test_other_engines_are_left_to_the_base(ranks, stage):
 
 def told_of_the_key(stage):
     """Returns what is told of the key ``deepcompile`` in two forwards and ``engine.compile()``."""
-    torch._dynamo.reset()
     module = torch.nn.Linear(4, 1).to(device())
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)

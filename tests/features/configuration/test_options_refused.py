@@ -1,8 +1,13 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Options of DeepSpeed that ``deepspeed.initialize()`` refuses, and arguments that ``engine.compile()`` refuses."""
+"""Options of DeepSpeed that ``deepspeed.initialize()`` refuses, and arguments that ``engine.compile()`` refuses.
 
+``refused.py`` of each part's tests has what the part refuses.
+"""
+
+import importlib
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +32,16 @@ RANDOM_LTD = {
     },
     "layer_token_lr_schedule": {"enabled": False, "total_layer_tokens": 1, "warmup_layer_tokens": 1},
 }
+
+
+def with_cuda_graphs(arguments):
+    return of_compile_kwargs(
+        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
+        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
+        arguments,
+        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
+    )
+
 
 # By the name under which docs/reference/options.md has them.
 REFUSED = {
@@ -84,12 +99,7 @@ REFUSED = {
         config={"hybrid_engine": {"enabled": True}},
         instead=({"hybrid_engine": {"enabled": False}},),
     ),
-    "compile_kwargs.mode": of_compile_kwargs(
-        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
-        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        {"mode": "reduce-overhead"},
-        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
-    ),
+    "compile_kwargs.mode": with_cuda_graphs({"mode": "reduce-overhead"}),
     "compile_kwargs.options": of_compile_kwargs(
         "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
         "reductions; remove it",
@@ -107,18 +117,8 @@ REFUSED = {
 
 # The same options in other words.
 ALSO_REFUSED = {
-    "mode-max-autotune": of_compile_kwargs(
-        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
-        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        {"mode": "max-autotune"},
-        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
-    ),
-    "option-cudagraphs": of_compile_kwargs(
-        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
-        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        {"options": {"triton.cudagraphs": True}},
-        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
-    ),
+    "mode-max-autotune": with_cuda_graphs({"mode": "max-autotune"}),
+    "option-cudagraphs": with_cuda_graphs({"options": {"triton.cudagraphs": True}}),
     "mode-lite": of_compile_kwargs(
         "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes that "
         "say which gradient is whose; remove it or use another mode",
@@ -188,23 +188,47 @@ if "recompile_limit" in inspect.signature(torch.compile).parameters:
     )
 
 
+def of_all_parts():
+    """Returns all refusals: those above, and those of each part whose tests are there."""
+    found = {**REFUSED, **ALSO_REFUSED}
+    for path in sorted(Path(__file__).parents[1].glob("*/refused.py")):
+        part = importlib.import_module(f"features.{path.parent.name}.{path.stem}")
+        found.update({**part.REFUSED, **getattr(part, "ALSO_REFUSED", {})})
+    return found
+
+
+REFUSALS = of_all_parts()
+WITH_GPUS = {
+    "compile.copy_engines": pytest.mark.skipif(torch.cuda.is_available(), reason="GPUs have copy engines"),
+}
+
+
 @pytest.mark.follows(
     "compiles without DeepCompile; leave it out, or set compile.deepcompile to false",
     "scheduled passes rewrite exist; leave `schedule` out",
+    "has no such module outside of another block; {}",
+    "found no blocks that repeat in {}; name their classes in a list",
+    "use the names of its blocks' classes",
+    "which makes a graph of every block; leave one of them out",
+    "name its blocks' classes in compile.regional_compilation, or leave this out",
+    "set it to null or false",
+    "{} {}, or leave compile.optimizer_states out",
+    "{} {}, or leave {} out",
+    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these",
 )
 @pytest.mark.quick
 @pytest.mark.table
-@vary("name", [*REFUSED, *ALSO_REFUSED])
+@vary("name", [pytest.param(name, marks=WITH_GPUS.get(name, ())) for name in REFUSALS])
 def test_refused(ranks, name):
     """An option that cannot be honoured would be ignored, or its refusal would not say what to do or not help."""
-    check_refused(ranks, {**REFUSED, **ALSO_REFUSED}[name])
+    check_refused(ranks, REFUSALS[name])
 
 
-@vary("name", ["data_types.grad_accum_dtype", "schedule"])
+@vary("name", ["data_types.grad_accum_dtype", "schedule", "compile.regional_compilation"])
 def test_training_after_a_refusal(ranks, name):
     """A refused engine would keep hooks on its module, or one whose arguments were refused be left half changed."""
-    for refused in ranks(2).run(refuse, REFUSED[name], trains=True):
-        assert refused.error < TWICE_ROUNDED[REFUSED[name].dtype]
+    for refused in ranks(2).run(refuse, REFUSALS[name], trains=True):
+        assert refused.error < TWICE_ROUNDED[REFUSALS[name].dtype]
 
 
 @pytest.mark.follows(

@@ -116,7 +116,6 @@ def profile_reductions():
 
     Returns the warnings, how many reductions the profile has and how many the step sent, and what training came to.
     """
-    torch.manual_seed(0)
     try:
         with warnings_logged() as texts:
             pair = Beside(BlocksWithin(), Case(config={"comms_logger": {"enabled": True}}))

@@ -9,7 +9,6 @@ import traceback
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from deepspeed.compile.config import CompileConfig
 
@@ -34,7 +33,6 @@ OF_THE_FORK = {
 
 def trained_without_deepcompile():
     """Returns the warnings of an engine with options of the fork and ``deepcompile: false``, and its error."""
-    torch.manual_seed(0)
     case = Case(model=SMALL, config={"compile": {"deepcompile": False, **OF_THE_FORK}}, deepcompile=False)
     module = build(case)
     with warnings_logged() as texts:

@@ -182,7 +182,7 @@ def check_sharded_gathers(make):
             if RANK == step % WORLD:
                 torch.cuda._sleep(5_000_000)
             runs = [(begin, WORLD * part.numel()) for begin, part in zip(ends, of_unit)]
-            for work in carrier.gather_shards(memory, runs, of_unit):
+            for work in carrier.gather(memory, runs, of_unit):
                 work.wait()
             seen += [memory[begin : begin + numel].clone() for begin, numel in runs]
             memory.fill_(float("nan"))

@@ -16,7 +16,6 @@ from deepspeed.compile.features.copy_engines import native as protocols
 from deepspeed.compile.features.copy_engines.carrier import device_bytes, row_bytes
 from deepspeed.compile.features.copy_engines.native import native
 
-ROW_BYTES = 1024
 pytestmark = pytest.mark.options("compile.copy_engines")
 
 

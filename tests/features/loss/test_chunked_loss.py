@@ -121,7 +121,6 @@ class OwnModel(NamedTuple):
 
 def train_own(model, case):
     """Trains one of our models, whose vocabulary makes two chunks, beside a plain loop."""
-    torch.manual_seed(0)
     with small_chunks(numel=128) as seen, warnings_logged() as warnings:
         pair = Beside(model(), case)
         for step in range(4):
@@ -163,7 +162,6 @@ def train_by_size(evaluates):
 
     Returns how many backwards were in chunks after each step, and what came of training.
     """
-    torch.manual_seed(0)
     found, rank = [], dist.get_rank()
     with small_chunks(numel=128, many=2 * 6 * VOCABULARY) as seen:
         pair = Beside(FillsPartition(), Case())
@@ -211,8 +209,6 @@ class ManyLogits(nn.Module):
 
 def memory_of_backward(backend, wanted):
     """Measures the second backward of a model with many logits, which the caller has dropped."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     case = Case(backend=backend, config={"compile": {"chunked_loss": wanted}}, bucket=10**4)
     ids = torch.arange(512, device=device()).view(2, 256)
     with small_chunks(numel=512 * 512, rows=128):

@@ -84,7 +84,6 @@ def test_cut_at_the_loss_it_trains_as_a_plain_loop(ranks, stage, backend, config
 
 def large_allocations(case, numel, frozen_head=False):
     """How often a backward allocates as much as the logits take."""
-    torch._dynamo.reset()
     module = build(case)
     module.head.requires_grad_(not frozen_head)
     with large_from(numel):

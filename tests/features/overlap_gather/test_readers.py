@@ -152,8 +152,6 @@ def train(engine, step):
 
 def read_between(case, folder):
     """Largest error of what each reader read, and how often compiled code was compiled for the last one."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module = Around().to(device())
     engine, errors, step = make_engine(module, case), {}, 0
     state = {"folder": folder, "ids": batch(0, 0, dist.get_rank(), 4)}
@@ -195,7 +193,6 @@ def arrived_behind_steps(module, engine, kept, step):
 
 def keep_memory(case):
     """What :func:`arrived_behind_steps` finds while memory is kept by nobody, an average, a view and nobody."""
-    torch.manual_seed(0)
     module, found = Around().to(device()), []
     engine = make_engine(module, case)
     train(engine, 0)
@@ -213,7 +210,7 @@ def keep_memory(case):
     return found
 
 
-def test_kept_memory(ranks):
+def test_aliases(ranks):
     """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
     for found in ranks(2).run(keep_memory, Case(config={})):
         assert [error for error, _ in found] == [0.0] * 5
@@ -260,8 +257,6 @@ def initialize(module):
 
 def write_between(case):
     """Largest error of parameters that were written while others were on their way."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module = Around().to(device())
     engine, errors, step = make_engine(module, case), {}, 0
     train(engine, 0)
@@ -309,8 +304,6 @@ def computed(module):
 
 def between_of_computed():
     """Largest error of weights that modules compute, as they are read and as they are set."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     module, errors = Computed().to(device()), []
     engine = make_engine(module, Case(config={}))
     with one_rank_late(DELAY):

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.shard_parameters import feature, from_host, unsharded_parameters
-from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.compile.features.shard_parameters import feature, from_host
 
 from support.checkpoints import in_base_order
 from support.frozen import MODELS, Body, Tied, freeze
@@ -24,9 +23,9 @@ from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY, Block
 from support.options import outcome
+from support.sharded import SHARDED, end, parameters_at_rest, same, section
 from support.training import Case, batch, compile_backend, device, make_engine, make_optimizer
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
 SLOW = pytest.mark.slow
 
 
@@ -79,7 +78,7 @@ def build(model, start, trained):
 def train(model, start, trained="all", shard="all", left_out=0, again="", **case):
     """Trains two steps; returns losses, masters, parameters and buffers. ``again``: from a checkpoint there."""
     module = build(model, start, trained)
-    config = {"compile": {**SHARDED["compile"], "shard_parameters": shard, "deepcompile": True}}
+    config = section(shard, deepcompile=True)
     # Nobody compiles an engine that is to load first.
     case = Case(config=config | case.pop("config", {}), **{"adam": True, "deepcompile": not again, **case})
     optimizer = make_optimizer(module, case)
@@ -98,18 +97,15 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
             engine.backward(loss)
             engine.step()
             results.append(loss.detach())
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    at_rest = parameters_at_rest(module)
     masters = enumerate(engine.optimizer.single_partition_of_fp32_groups)
     results += [in_base_order(engine.optimizer, group, each.detach()) for group, each in masters]
-    with unsharded_parameters(engine):
-        results += [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return [*results, *module.buffers()], at_rest
+    return [*results, *end(engine, module), *module.buffers()], at_rest
 
 
 def compare(model, start, **more):
     (first, at_rest), (second, also_at_rest) = train(model, start, **more), train(model, "device", **more)
-    return all(torch.equal(*pair) for pair in zip(first, second, strict=True)) and at_rest == also_at_rest > 0
+    return same(first, second) and at_rest == also_at_rest > 0
 
 
 ALL_CASES = [
@@ -147,7 +143,7 @@ def alone(start):
 def test_a_single_rank(ranks):
     """A single rank, which has nobody to gather from, would have parameters of no number."""
     (first,), (second,) = (ranks(1).run(alone, start) for start in ("host", "device"))
-    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert same(first, second)
 
 
 @SLOW
@@ -161,8 +157,7 @@ def resumed(folder):
     module = build("buffered", "device", "all")
     engine = make_engine(module, Case(config=SHARDED, adam=True))
     engine.save_checkpoint(folder, tag="one")
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return compare("buffered", "meta", again=folder)
 
 
@@ -171,18 +166,23 @@ def test_a_checkpoint_before_the_first_forward(ranks, tmp_path):
     assert ranks(2).run(resumed, str(tmp_path)) == [True, True]
 
 
-def without_values(everywhere):
+def without_values(everywhere, shards):
     with torch.device("meta") if everywhere or dist.get_rank() == 0 else contextlib.nullcontext():
         module = MODELS["plain"]()
-    return outcome(make_engine, module, Case(config=SHARDED))
+    return outcome(make_engine, module, Case(config=section(shards)))
 
 
 @pytest.mark.options("compile.shard_parameters")
 @vary("everywhere", [False, True])
-def test_values_that_no_rank_has(ranks, everywhere):
-    """Ranks that have values would wait for the first, which has raised, until their time is up."""
-    for said in ranks(2).run(without_values, everywhere):
-        assert "parameter body.embedding.weight is on the meta device, so compile.shard_parameters has no" in said
+@vary("shards", ["all", "frozen"])
+def test_values_that_no_rank_has(ranks, everywhere, shards):
+    """Ranks that have values would wait for the first, which has raised, until their time is up.
+
+    Or parameters without values would be sharded, and trained with whatever memory holds.
+    """
+    says = "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the"
+    for said in ranks(2).run(without_values, everywhere, shards):
+        assert f"parameter body.embedding.weight {says}" in said
 
 
 class WithoutTensors(nn.Module):
@@ -264,11 +264,10 @@ def memory():
         engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))
         peak = watch.peak
     outside = feature.sharded_blocks(engine).outside
-    outside = 0 if outside is None else outside.nbytes
+    outside = 0 if outside is None else outside.memory.nbytes
     partition = sum(each.numel() for each in engine.optimizer.single_partition_of_fp32_groups)
     assert partition <= 0.51 * numel
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return peak, 6 * partition + outside + 2 * block
 
 

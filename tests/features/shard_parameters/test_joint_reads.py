@@ -10,29 +10,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, joint_reads, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.private_torch import store_of
 from deepspeed.utils import logger
 
-from support.frozen import Adapted, beside_whole, trained_on
+from support.frozen import WIDTH, Adapted, beside_whole, trained_on
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, batch, device, make_engine
+from support.sharded import SHARDED, WHOLE, end, engine_of, same_bits, section
+from support.training import batch, device
 
 SLOW = pytest.mark.slow
 
 
-def config(shards):
-    return {"compile": {"regional_compilation": True, **({"shard_parameters": shards} if shards else {})}}
-
-
 def make(model, options, trained="all", **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = Adapted().to(device())
-    if trained == "all":
-        module.requires_grad_(True)
-    return module, make_engine(module, Case(config=options, adam=True, **case))
+    return engine_of(Adapted, options, trained, **case)
 
 
 def by_reference_models(engine, module, folder):
@@ -174,9 +167,8 @@ WORKS = (
 
 def work_beside_whole(name, shards, folder, **case):
     work = next(each for each in WORKS if each.__name__ == name)
-    trained = "all" if shards == "all" else "some"
-    sharded, whole = beside_whole(make, (config(shards), config(None)), work, folder, trained=trained, **case)
-    return [torch.equal(a, b) for a, b in zip(sharded, whole, strict=True)]
+    trained = "all" if shards == "all" else "adapters"
+    return same_bits(*beside_whole(make, (section(shards), WHOLE), work, folder, trained=trained, **case))
 
 
 @pytest.mark.options("compile.shard_parameters")
@@ -220,7 +212,7 @@ APART = {function.__name__: function for function in (alone, late, others, raisi
 
 def read_apart(how, shards):
     """Returns what is said of reads that not all ranks do, after how many seconds, and whether all may read later."""
-    module, engine = make("plain", config(shards), trained="all" if shards == "all" else "some")
+    module, engine = make("plain", section(shards), trained="all" if shards == "all" else "adapters")
     told = []
     with mock.patch.multiple(joint_reads, PATIENCE=0.5, LONGEST_WAIT=1.5):
         with mock.patch.object(logger, "warning", told.append):
@@ -250,9 +242,56 @@ def test_not_all_ranks_read(ranks, how, shards):
     assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
 
 
+def norm(state_dict):
+    return sum(values.norm().item() for values in state_dict.values())
+
+
+def average(weight):
+    averages = torch.ones(weight.shape)
+    averages += 0.1 * weight.detach()
+
+
+# How a rank reads a state dict.
+STATE_DICT_READS = {
+    "norm": norm,
+    "average": lambda saved: average(saved["head.weight"]),
+    "product": lambda saved: torch.nn.functional.linear(torch.ones(1, WIDTH), saved["head.weight"]),
+    "assignment": lambda saved: torch.ones(WIDTH).__setitem__(0, saved["head.weight"][0, 0]),
+}
+
+
+def prepared(state_dict):
+    """Returns the shapes of what a trainer makes of a state dict that it saves."""
+    copied = copy.deepcopy(clone_tensors_for_torch_save(state_dict))
+    copied = {name: values.to(torch.bfloat16).clone().contiguous() for name, values in copied.items()}
+    return {name: values.shape for name, values in copied.items()}
+
+
+def read_state_dicts():
+    """Returns the norm of a module's state dict, what each way to read one that is saved says, and whether it can be
+    prepared to be saved."""
+    module, engine = make("plain", SHARDED)
+    first, saved = norm(module.state_dict()), engine.module_state_dict()
+    said = {name: outcome(read, saved) for name, read in STATE_DICT_READS.items()}
+    same = prepared(saved) == {name: parameter.shape for name, parameter in module.named_parameters()}
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return first, said, same
+
+
+@pytest.mark.follows("another rank was to read it; read engine.module.state_dict() on all ranks")
+def test_a_state_dict_that_one_rank_saves(ranks):
+    """A rank without its values would wait for others a minute, or compute with memory that nobody has written."""
+    (norms, said, may_prepare), (others, refused, may_too) = ranks(2).run(read_state_dicts)
+    assert norms == others and may_prepare and may_too
+    assert set(said.values()) == {None}, said
+    wanted = "RuntimeError: with compile.shard_parameters only rank 0 gets the values"
+    assert all(each.startswith(wanted) for each in refused.values()), refused
+
+
 def keys_that_stay():
     """Returns how many keys the store has more after a hundred reads than after ten."""
-    module, engine = make("plain", config("all"))
+    module, engine = make("plain", SHARDED)
     store, counts = store_of(feature.sharded_blocks(engine)._group), []
     for number in (10, 90):
         for _ in range(number):
@@ -260,8 +299,7 @@ def keys_that_stay():
         dist.barrier()
         counts.append(store.num_keys())
         dist.barrier()
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return counts[1] - counts[0]
 
 

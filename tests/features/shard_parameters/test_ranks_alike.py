@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters import unsharded_parameters
 from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT, LONGEST_NAME
 
 from support.frozen import Body, TrainedHead
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, batch, device, make_engine
+from support.sharded import end, engine_of, losses_of, same, section
+from support.training import batch
 
 SLOW = pytest.mark.slow
 DEPTH = 4
@@ -36,28 +36,21 @@ def on_zeros(block, x):
     return x + 0 * block(torch.zeros_like(x))
 
 
-def build(blocks, instead):
-    """Returns a model, trained but for its embedding. With ``skip``, it calls ``instead`` in place of these blocks."""
+def make(blocks, instead, shards):
+    """Makes a model, trained but for its embedding. With ``skip``, it calls ``instead`` in place of these blocks."""
 
     def run(self, x, skip):
         for index, block in enumerate(self.blocks):
             x = instead(block, x) if skip and index in blocks else block(x)
         return x
 
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = type("Model", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": run})})()
-    return model.to(device())
-
-
-def engine_of(model, shards, **case):
-    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
-    return make_engine(model, Case(adam=True, config=config, stage=2, **case))
+    build = type("Model", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": run})})
+    return engine_of(build, section(shards), "adapters", stage=2)
 
 
 def left_out_by_one(blocks, shards, evaluates):
     """The last rank leaves blocks out. Returns what is said."""
-    engine = engine_of(build(blocks, without), shards)
+    _, engine = make(blocks, without, shards)
     ids, skips = batch(0, 0, dist.get_rank(), 4), dist.get_rank() == dist.get_world_size() - 1
     if evaluates:
         with torch.no_grad():
@@ -81,19 +74,14 @@ def compare(blocks, instead, each_rank):
     """Whether sharded parameters train to the same bits where one rank, or all, leave blocks out in turn."""
     results = []
     for shards in ("all", "frozen", None):
-        model = build(blocks, instead)
-        engine, found = engine_of(model, shards), []
-        for step in range(3):
+        model, engine = make(blocks, instead, shards)
+
+        def forward(step, micro_step, engine=engine):
             skips = (step + dist.get_rank() * each_rank) % 2 == 1
-            loss = engine(batch(step, 0, dist.get_rank(), 4), skips)
-            engine.backward(loss)
-            engine.step()
-            found.append(loss.detach())
-        with unsharded_parameters(engine):
-            found += [parameter.detach().clone() for parameter in model.parameters()]
-            engine.destroy()
-        results.append(found)
-    return [all(map(torch.equal, found, results[-1])) for found in results]
+            return engine(batch(step, 0, dist.get_rank(), 4), skips)
+
+        results.append([*losses_of(engine, forward=forward), *end(engine, model)])
+    return [same(found, results[-1]) for found in results]
 
 
 @pytest.mark.options("compile.shard_parameters")

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards that read, or change, sharded parameters of blocks elsewhere than in calls of these blocks."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
-
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY
 from support.parameter_gather import one_rank_late
+from support.sharded import end, engine_of, losses_of, same_bits, section, units_at_rest
 from support.training import Case, batch, device, make_engine
 
 SLOW = pytest.mark.slow
@@ -119,42 +120,28 @@ READING = {
 
 def train(model, shards, forwards=1, **case):
     """Returns what training and evaluation come to, and how often torch compiled code after the second step."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = READING[model]().to(device())
-    if shards[0] == "all":
-        module.requires_grad_(True)
-    section = {"regional_compilation": True, **({"shard_parameters": shards[0]} if shards[1] else {})}
-    engine = make_engine(module, Case(config={"compile": section}, adam=True, **case))
-    call = getattr(module, "encode", engine)
-    rank, results, compiled = dist.get_rank(), [], []
-    for step in range(4):
-        for micro_step in range(engine.gradient_accumulation_steps()):
-            loss = sum(call(batch(step, micro_step, rank + index, 4)) for index in range(forwards))
-            engine.backward(loss)
-            engine.step()
-            results.append(loss.detach())
-        engine.eval()
-        with torch.no_grad():
-            results.append(call(batch(step, 7, rank, 4)))
-        engine.train()
+    trained = "all" if shards[0] == "all" else "adapters"
+    module, engine = engine_of(READING[model], section(shards[0] if shards[1] else None), trained, **case)
+    call, rank, compiled = getattr(module, "encode", engine), dist.get_rank(), []
+
+    def forward(step, micro_step):
+        return sum(call(batch(step, micro_step, rank + index, 4)) for index in range(forwards))
+
+    def evaluate(step):
+        result = call(batch(step, 7, rank, 4))
         compiled.append(sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()))
-    sharded = feature.sharded_blocks(engine)
-    at_rest = 0 if sharded is None else sum(not unit.is_gathered for unit in sharded.units)
-    with unsharded_parameters(engine):
-        results += [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return results, at_rest, compiled[-1] - compiled[1]
+        return result
+
+    results = losses_of(engine, 4, forward, evaluate)
+    at_rest = units_at_rest(engine)
+    return [*results, *end(engine, module)], at_rest, compiled[-1] - compiled[1]
 
 
 def compare(model, shards, delay=None, **more):
-    if delay is None:
+    with late(delay) if delay is not None else contextlib.nullcontext():
         results, at_rest, compiled = train(model, (shards, True), **more)
-    else:
-        with late(delay):
-            results, at_rest, compiled = train(model, (shards, True), **more)
     expected, _, _ = train(model, (shards, False), **more)
-    return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest, compiled
+    return same_bits(results, expected), at_rest, compiled
 
 
 @pytest.mark.options("compile.shard_parameters")
@@ -182,7 +169,7 @@ def train_rwkv(**options):
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "context_length": 8, "hidden_size": 8, "num_hidden_layers": 3}
     model = RwkvForCausalLM(RwkvConfig(**sizes, rescale_every=1)).to(device())
-    engine = make_engine(model, Case(config={"compile": {"regional_compilation": True, **options}}, adam=True))
+    engine = make_engine(model, Case(config=section(None, **options), adam=True))
     results = []
     with one_rank_late(0.1):
         for step in range(3):
@@ -194,18 +181,12 @@ def train_rwkv(**options):
             with torch.no_grad():
                 results += [loss.detach(), engine(input_ids=ids).logits]
             engine.train()
-    with unsharded_parameters(engine):
-        results += [each.detach().clone() for each in model.parameters()]
-        engine.destroy()
-    return results
+    return [*results, *end(engine, model)]
 
 
 def rwkv_in_each_way():
     expected = train_rwkv(overlap_param_gather=False)
-    return [
-        [torch.equal(*pair) for pair in zip(train_rwkv(**options), expected, strict=True)]
-        for options in ({}, {"shard_parameters": "all"})
-    ]
+    return [same_bits(train_rwkv(**options), expected) for options in ({}, {"shard_parameters": "all"})]
 
 
 @SLOW

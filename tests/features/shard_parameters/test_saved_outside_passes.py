@@ -11,7 +11,8 @@ from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 
 from support.frozen import MODELS, beside_whole
 from support.ids import vary
-from support.training import Case, batch, device, make_engine
+from support.sharded import WHOLE, engine_of, same_bits, section
+from support.training import batch
 
 SLOW = pytest.mark.slow
 
@@ -24,12 +25,8 @@ def stop(*_):
     raise Stopped
 
 
-def make(model, shards, **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = MODELS[model]().to(device()).requires_grad_(True)
-    section = {"regional_compilation": True, **shards}
-    return module, make_engine(module, Case(config={"compile": section}, adam=True, backend="eager", **case))
+def make(model, config, **case):
+    return engine_of(MODELS[model], config, **case)
 
 
 def loss_of(engine):
@@ -88,8 +85,7 @@ def train_beside_whole(read, kept):
             loss_of(engine)
             assert not any(unit.memory.is_lent for unit in sharded.units), "memory stays for a graph that is gone"
 
-    results = beside_whole(make, ({"shard_parameters": "all", "keep_gathered": kept}, {}), work, "")
-    return [torch.equal(*both) for both in zip(*results, strict=True)]
+    return same_bits(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))
 
 
 @vary(

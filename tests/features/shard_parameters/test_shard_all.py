@@ -46,7 +46,6 @@ from support.frozen import (
     AdaptedBlock,
     Body,
     beside_whole,
-    freeze,
     late,
     model_of,
     trained_on,
@@ -54,10 +53,19 @@ from support.frozen import (
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
+from support.sharded import (
+    FROZEN,
+    SHARDED,
+    WHOLE,
+    end,
+    engine_of,
+    losses_of,
+    parameters_at_rest,
+    same,
+    same_bits,
+)
 from support.training import Case, batch, device, make_engine, make_optimizer
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
-WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
 
@@ -115,12 +123,8 @@ BESIDE = {
 
 
 def make(model, config, trained="all", optimizer=None, **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements}[model]().to(device())
-    freeze(module, trained)
-    others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
-    return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
+    models = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements, "images": SeesImages}
+    return engine_of(models[model], config, trained, optimizer=OPTIMIZERS.get(optimizer), **case)
 
 
 class Trained(NamedTuple):
@@ -132,27 +136,10 @@ class Trained(NamedTuple):
 
 def train(model, config, steps=3, skips=False, **case):
     module, engine = make(model, config, **case)
-    rank, losses = dist.get_rank(), []
-    for step in range(steps):
-        for micro_step in range(engine.gradient_accumulation_steps()):
-            loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        engine.eval()
-        with torch.no_grad():
-            losses.append(engine(batch(step, 0, rank, 4)))
-        engine.train()
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    losses = losses_of(engine, steps, None, lambda step: engine(batch(step, 0, dist.get_rank(), 4)), skips)
+    at_rest = parameters_at_rest(module)
     masters = [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
-    with unsharded_parameters(engine):
-        parameters = [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return Trained(losses, parameters, masters, at_rest)
-
-
-def same(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return Trained(losses, end(engine, module), masters, at_rest)
 
 
 def compare(model, delay=None, **more):
@@ -319,9 +306,9 @@ def test_a_parameter_taken_for_complex_numbers(ranks):
     assert all(equal == [True, True, True] for equal, _ in results) and all(is_within for _, is_within in results)
 
 
-def train_two(config):
+def train_two(config, trained):
     """Trains two engines at the same time, by one loss and then each by its own, and then makes one anew."""
-    (first, one), (second, other) = make("plain", config), make("breaking", config)
+    (first, one), (second, other) = (make(model, config, trained) for model in ("plain", "breaking"))
     results = []
     for step in range(2):
         ids = batch(step, 0, dist.get_rank(), 4)
@@ -332,32 +319,34 @@ def train_two(config):
         results.extend(loss.detach() for loss in losses)
     for engine, module in ((one, first), (other, second)):
         results.extend(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     again = make_engine(first, Case(config=config, adam=True))
     results.extend(trained_on(again, first))
-    with unsharded_parameters(again):
-        again.destroy()
+    end(again)
     return results
 
 
-def compare_two():
-    return same(train_two(SHARDED), train_two(WHOLE))
+def compare_two(shards):
+    config, trained = (SHARDED, "all") if shards == "all" else (FROZEN, "adapters")
+    return same(train_two(config, trained), train_two(WHOLE, trained))
 
 
 @SLOW
-def test_two_engines(ranks):
+@vary("shards", ["all", "frozen"])
+def test_two_engines(ranks, shards):
     """One engine would wait for the gathers of the other, or give back its blocks."""
-    assert ranks(2).run(compare_two) == [True, True]
+    assert ranks(2).run(compare_two, shards) == [True, True]
 
 
 # What works at rest ------------------------------------------------------------------------------------------------
 
 
 def checkpointed(engine, module, folder):
-    """A checkpoint brings back what was there, masters and states too."""
+    """A checkpoint brings back what was there, masters, states and frozen parameters too."""
     engine.save_checkpoint(folder, tag="one")
     trained_on(engine, module)
+    with torch.no_grad():
+        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
     engine.load_checkpoint(folder, tag="one")
 
 
@@ -428,6 +417,8 @@ def without_frozen(engine, module, folder):
     engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
     dist.barrier()
     saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one", load_module_strict=False)
     return [*saved["module"].values()]
 
 
@@ -440,8 +431,14 @@ def loaded(engine, module, folder):
 
 
 def evaluated_by_one(engine, module, folder):
+    found = []
     with unsharded_parameters(engine), torch.no_grad():
-        return [engine(batch(3, 3, 3, 5))] if dist.get_rank() == 0 else []
+        if dist.get_rank() == 0:
+            found.append(engine(batch(3, 3, 3, 5)))
+            module.eval()
+            found.append(module(batch(1, 1, 1, 5)))
+            module.train()
+    return found
 
 
 def full_values(engine, module, folder):
@@ -698,9 +695,9 @@ WORKS = {
 }
 
 
-def work_beside_whole(name, folder, **case):
-    results = beside_whole(make, (SHARDED, WHOLE), WORKS[name], folder, **case)
-    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
+def work_beside_whole(name, folder, configs=(SHARDED, WHOLE), **case):
+    results = beside_whole(make, configs, WORKS[name], folder, **case)
+    return same_bits(*results)
 
 
 @pytest.mark.options("compile.shard_parameters")
@@ -713,12 +710,6 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
         case = {**case, "dtype": "fp16"}
     for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), **case):
         assert all(equal)
-
-
-def work_beside_whole_with_remainders(name, folder):
-    configs, case = OPTIONS["remainders"]
-    results = beside_whole(make, configs, WORKS[name], folder, **case)
-    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
 AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
@@ -735,7 +726,8 @@ AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
 )
 def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
     """Master weights are made of a parameter's bits, so they would be made of memory that has no parameter."""
-    for equal in ranks(2).run(work_beside_whole_with_remainders, work, str(tmp_path)):
+    configs, case = OPTIONS["remainders"]
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), configs, **case):
         assert all(equal)
 
 
@@ -744,6 +736,19 @@ def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
     """Frozen parameters have no owner: a block's lie in parts on all ranks."""
     for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), stage=1, trained="some"):
+        assert all(equal)
+
+
+AT_REST_WITH_ADAPTERS = (checkpointed, evaluated_by_one, interrupted, trained_by_itself, without_frozen)
+
+
+@pytest.mark.options("compile.shard_parameters")
+@vary("work", [function.__name__ for function in AT_REST_WITH_ADAPTERS])
+@vary("stage", [1, 2])
+def test_what_works_where_frozen_parameters_alone_are_sharded(ranks, tmp_path, work, stage):
+    """What users do beside training would read, or change, shares instead of parameters."""
+    case = {"stage": stage, "trained": "adapters"}
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), (FROZEN, WHOLE), **case):
         assert all(equal)
 
 
@@ -757,8 +762,7 @@ def made_anew(destroys):
             engine.destroy()
             other = make_engine(module, Case(config=config, adam=True))
             results[-1] += trained_on(other, module)
-            with unsharded_parameters(other):
-                other.destroy()
+            end(other)
         else:
             other = deepspeed.initialize(model=module, config={"train_micro_batch_size_per_gpu": 4})[0]
             other.eval()
@@ -819,8 +823,7 @@ def saved_by_two_ranks(folder):
         else:
             engine.load_checkpoint(folder, tag="one")
         results.append(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -864,13 +867,11 @@ def crossed(folder):
         module, engine = make("plain", config, dtype="bf16")
         trained_on(engine, module)
         engine.save_checkpoint(f"{folder}/{kind}", tag="one")
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
         module, engine = make("plain", other, dtype="bf16")
         engine.load_checkpoint(f"{folder}/{kind}", tag="one")
         results.append(trained_on(engine, module))
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -903,8 +904,7 @@ def saved_on_each_node(folder, shards, trained):
                     name: each.detach().cpu() for name, each in module.named_parameters() if not each.requires_grad
                 }
             results.append(trained_on(engine, module))
-            with unsharded_parameters(engine):
-                engine.destroy()
+            end(engine)
     saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
     fragments = saved["frozen_param_fragments"]
     has_frozen = fragments.keys() == frozen.keys() and same(frozen.values(), map(fragments.get, frozen))
@@ -936,8 +936,7 @@ def moved_in_backward(model):
         first = trained_on(engine, module)
         handle.remove()
         results.append([*first, *trained_on(engine, module)])
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return same(*results)
 
 
@@ -948,26 +947,6 @@ def test_other_memory_in_a_backward(ranks, model):
 
 
 # What is refused ---------------------------------------------------------------------------------------------------
-
-
-def refusals(folder):
-    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
-    said = {"overlap": outcome(make, "plain", overlapped)}
-    module, engine = make("plain", SHARDED)
-    weight = module.body.blocks[0].up.weight
-    said["placed"] = outcome(weight.data_ptr)
-    said["offload"] = outcome(engine.offload_states)
-    said["cast"] = outcome(module.bfloat16)
-    said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
-    if dist.get_rank() == 0:
-        clone_tensors_for_torch_save(module.state_dict())
-    else:
-        clones = clone_tensors_for_torch_save(module.state_dict())
-        said["saved elsewhere"] = outcome(lambda: torch.save(clones, f"{folder}/{dist.get_rank()}.pt"))
-    engine.destroy()
-    said["read later"] = outcome(weight.sum)
-    said["run later"] = outcome(module, batch(0, 0, 0, 4))
-    return said
 
 
 def train_alike(engine, steps, first=0):
@@ -1008,31 +987,6 @@ def runs_engines_in_another_order(engine, other):
         evaluate(each)
 
 
-DIFFERS = {
-    function.__name__: function
-    for function in (evaluates_alone, drops_a_batch, has_less_data, runs_engines_in_another_order)
-}
-
-
-def differ(how):
-    """Returns what a rank says of ranks that differ, and after how many seconds."""
-    # Buckets are full from the first gradient on.
-    _, engine = make("plain", SHARDED, stage=2, bucket=1)
-    other = make("plain", SHARDED, stage=2)[1] if "engines" in how else None
-    begin = time.monotonic()
-    return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
-
-
-@pytest.mark.options("compile.shard_parameters")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
-@vary("how", [name if name == "evaluates_alone" else pytest.param(name, marks=SLOW) for name in DIFFERS])
-def test_ranks_that_differ(how):
-    """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's."""
-    for said, seconds in in_processes_of_their_own(differ, how):
-        assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
-        assert seconds < TIMEOUT
-
-
 class SeesImages(Adapted):
     """Blocks of another size look at images first, of which a rank may have none."""
 
@@ -1047,39 +1001,51 @@ class SeesImages(Adapted):
         return super().forward(ids) + x.square().mean()
 
 
-def without_images(shards):
-    """Trains where the second rank has no images. Returns what is said, and after how many seconds."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = SeesImages().to(device())
-    if shards == "all":
-        module.requires_grad_(True)
-    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
-    engine, begin = make_engine(module, Case(config=config, stage=2)), time.monotonic()
+def has_no_images(engine, other):
+    """The second rank has none."""
+    loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
+    engine.backward(loss)
+    engine.step()
 
-    def step():
-        loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
-        engine.backward(loss)
-        engine.step()
 
-    return outcome(step), time.monotonic() - begin
+DIFFERS = {
+    function.__name__: function
+    for function in (evaluates_alone, drops_a_batch, has_less_data, runs_engines_in_another_order, has_no_images)
+}
+
+
+def differ(how, shards):
+    """Returns what a rank says of ranks that differ, and after how many seconds."""
+    config, trained = (SHARDED, "all") if shards == "all" else (FROZEN, "adapters")
+    # Buckets are full from the first gradient on.
+    _, engine = make("images" if "images" in how else "plain", config, trained, stage=2, bucket=1)
+    other = make("plain", config, trained, stage=2)[1] if "engines" in how else None
+    begin = time.monotonic()
+    return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
 
 
 @pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
-@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
-def test_a_rank_without_images(shards):
-    """Gloo would end a rank that gets messages of another size, or a rank wait to the time-out, and name no cause."""
-    for said, seconds in in_processes_of_their_own(without_images, shards):
+@vary(
+    "how, shards",
+    [
+        *((name, "all") for name in ("evaluates_alone", "has_no_images")),
+        *(
+            pytest.param(name, "all", marks=SLOW)
+            for name in DIFFERS
+            if name not in ("evaluates_alone", "has_no_images")
+        ),
+        pytest.param("has_no_images", "frozen", marks=SLOW),
+    ],
+)
+def test_ranks_that_differ(how, shards):
+    """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's.
+
+    Gloo would end a rank that gets messages of another size, and name no cause.
+    """
+    for said, seconds in in_processes_of_their_own(differ, how, shards):
         assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
         assert seconds < TIMEOUT
-
-
-def test_what_is_refused(ranks, tmp_path):
-    """Each of these would name, compute with, move or save memory that holds nothing."""
-    for said in ranks(2).run(refusals, str(tmp_path)):
-        for name, sentence in said.items():
-            assert sentence is not None and "compile.shard_parameters" in sentence, name
 
 
 def saved_by_one():
@@ -1091,8 +1057,7 @@ def saved_by_one():
     with mock.patch.object(whole_units, "PATIENCE", patience), mock.patch.object(logger, "warning", told.append):
         time.sleep(2 * dist.get_rank())
         clone_tensors_for_torch_save(module.state_dict())
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return told
 
 
@@ -1120,7 +1085,6 @@ class Normed(Adapted):
 
 def seconds_of_a_step(longest):
     """Returns how long a step takes while the caller keeps views of what is whole. ``longest``: ``LONGEST_HELD``."""
-    torch._dynamo.reset()
     module = Normed().requires_grad_(True).to(device())
     engine = make_engine(module, Case(config=SHARDED))
     assert feature.sharded_blocks(engine).outside is not None
@@ -1142,7 +1106,10 @@ def test_views_of_what_stays_whole_cost_no_time(ranks):
 
 
 def merged_by_peft(config, folder):
-    """Trains adapters of a Qwen3; returns its weights with the adapters merged, without, and merged for good."""
+    """Trains adapters of a Qwen3; returns its weights with the adapters merged, without, and merged for good.
+
+    Its layers are checkpointed, and it generates texts between and after the merges.
+    """
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
@@ -1150,27 +1117,45 @@ def merged_by_peft(config, folder):
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(qwen3_config(VOCABULARY))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
     model = get_peft_model(model, adapters).to(device())
+    model.enable_input_require_grads()
     engine = make_engine(model, Case(adam=True, config=config))
     model.train()
 
     def weights(of):
         return [each.detach().clone() for each in of.state_dict().values()]
 
-    found, at_rest = [], sum(isinstance(each, Resharded) for each in model.parameters())
+    def generated():
+        engine.eval()
+        prompt = {"input_ids": batch(0, 0, 0, 3), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+        text = model.generate(**prompt)
+        engine.train()
+        return text
+
+    found, at_rest = [], parameters_at_rest(model)
     for step in range(2):
         ids = batch(step, 0, dist.get_rank(), 8)
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
         with unsharded_parameters(engine):
-            model.merge_adapter()
+            model.merge_adapter(safe_merge=step == 1)
             found += weights(model)
+        found.append(generated())
+        with unsharded_parameters(engine):
             model.unmerge_adapter()
             found += weights(model)
+        found.append(generated())
     said = None
     own = f"{folder}/{dist.get_rank()}"
-    if at_rest:
+    if config["compile"].get("shard_parameters") == "frozen":
+        # One rank alone saves adapters, which are whole, and no rank all weights.
+        if dist.get_rank() == 0:
+            model.save_pretrained(own)
+        of_all = outcome(model.base_model.model.save_pretrained, f"{own}/at_rest")
+        assert of_all is not None and "compile.shard_parameters" in of_all, of_all
+    elif at_rest:
         # Adapters are sharded too. On a GPU safetensors copies them to the host, for which all ranks gather them.
         said = outcome(model.save_pretrained, own)
         assert said is None if torch.cuda.is_available() else "compile.shard_parameters" in str(said), said
@@ -1179,6 +1164,8 @@ def merged_by_peft(config, folder):
             model.save_pretrained(folder)
             saved = load_file(f"{folder}/adapter_model.safetensors")
             found += saved.values()
+            model.base_model.model.save_pretrained(f"{folder}/whole")
+            found += load_file(f"{folder}/whole/model.safetensors").values()
             if at_rest and said is None:
                 assert same(load_file(f"{own}/adapter_model.safetensors").values(), saved.values())
         merged = model.merge_and_unload()
@@ -1188,16 +1175,19 @@ def merged_by_peft(config, folder):
     return found, at_rest
 
 
-def compare_merged(folder):
-    (sharded, at_rest), (whole, _) = (merged_by_peft(config, folder) for config in (SHARDED, WHOLE))
+def compare_merged(folder, shards):
+    overlapped = {"compile": {**FROZEN["compile"], "overlap_param_gather": True}}
+    config = SHARDED if shards == "all" else overlapped
+    (sharded, at_rest), (whole, _) = (merged_by_peft(each, folder) for each in (config, WHOLE))
     return same(sharded, whole), at_rest
 
 
 @SLOW
-def test_adapters_that_peft_merges(ranks, tmp_path):
+@vary("shards", ["all", "frozen"])
+def test_adapters_that_peft_merges(ranks, tmp_path, shards):
     """A merge would add adapters to weights of which a rank has a part, or not be taken back."""
     pytest.importorskip("peft")
-    for equal, at_rest in ranks(2).run(compare_merged, str(tmp_path)):
+    for equal, at_rest in ranks(2).run(compare_merged, str(tmp_path), shards):
         assert equal and at_rest > 0
 
 
@@ -1236,7 +1226,7 @@ def memory():
     engine.step()
     held()
     owned = sum(own.untyped_storage().nbytes() for own in optimizer.own_partitions.values())
-    outside = 0 if sharded.outside is None else sharded.outside.nbytes
+    outside = 0 if sharded.outside is None else sharded.outside.memory.nbytes
     most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
     engine.destroy()
     return whole, owned, outside, most, counts

@@ -6,13 +6,13 @@ import contextlib
 import copy
 import functools
 import io
-from importlib.util import find_spec
-from typing import Any, List, NamedTuple
+from typing import List, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.shard_parameters import (
@@ -24,7 +24,7 @@ from deepspeed.compile.features.shard_parameters import (
 )
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
-from deepspeed.compile.fixes.base.subclasses import BROADCAST_LATER, plain_tensors
+from deepspeed.compile.fixes.base.subclasses import BROADCAST_LATER
 from deepspeed.compile.zero_1_and_2.collectives import collective
 from deepspeed.utils import logger
 
@@ -44,6 +44,7 @@ from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
+from support.sharded import FROZEN, WHOLE, end, engine_of, losses_of, parameters_at_rest, same
 from support.training import (
     BOUND,
     Case,
@@ -55,8 +56,7 @@ from support.training import (
     relative_error,
 )
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "frozen"}}
-WHOLE = {"compile": {"regional_compilation": True}}
+SHARDED = FROZEN
 
 
 def build(model, seed=0):
@@ -65,9 +65,7 @@ def build(model, seed=0):
 
 
 def make(model, config, seed=0, **case):
-    torch._dynamo.reset()
-    module = build(model, seed)
-    return module, make_engine(module, Case(adam=True, config=config, **case))
+    return engine_of(functools.partial(build, model, seed), config, "adapters", **case)
 
 
 class Trained(NamedTuple):
@@ -102,28 +100,14 @@ def watched(engine):
 
 def train(model, config, steps=3, skips=False, evaluates=False, **case):
     module, engine = make(model, config, **case)
-    rank, losses = dist.get_rank(), []
+
+    def evaluate(step):
+        return engine(batch(step, 0, dist.get_rank(), 4))
+
     with watched(engine) as counts:
-        for step in range(steps):
-            for micro_step in range(engine.gradient_accumulation_steps()):
-                loss = engine(batch(step, micro_step, rank, 4), skips and step % 2 == 0)
-                engine.backward(loss)
-                engine.step()
-                losses.append(loss.detach())
-            if evaluates:
-                engine.eval()
-                with torch.no_grad():
-                    losses.append(engine(batch(step, 0, rank, 4)))
-                engine.train()
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
-    with unsharded_parameters(engine):
-        parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
-        engine.destroy()
-    return Trained(losses, parameters, at_rest, max(counts, default=0))
-
-
-def same(first: Any, second: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        losses = losses_of(engine, steps, None, evaluate if evaluates else None, skips)
+    at_rest = parameters_at_rest(module)
+    return Trained(losses, end(engine, module), at_rest, max(counts, default=0))
 
 
 class Compared(NamedTuple):
@@ -213,57 +197,24 @@ def test_one_rank_has_all(ranks):
     assert result.same and result.at_rest == 0
 
 
-def read(engine, module, weight, folder):
-    return weight.sum()
-
-
-def assigned(engine, module, weight, folder):
-    weight.data = torch.zeros_like(weight.data)
-
-
-def filled(engine, module, weight, folder):
-    with torch.no_grad():
-        weight.fill_(0)
-
-
-def computed_with(engine, module, weight, folder):
-    return torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight)
-
-
-def deep_copied(engine, module, weight, folder):
-    return copy.deepcopy(module)
-
-
-def moved(engine, module, weight, folder):
-    return module.half()
-
-
-def saved(engine, module, weight, folder):
-    torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt")
-
-
-def as_numpy(engine, module, weight, folder):
-    return module.state_dict()["body.blocks.0.up.weight"].numpy()
-
-
-def forward_of_a_block(engine, module, weight, folder):
-    block = module.body.blocks[0]
-    return type(block).forward(block, torch.ones(1, 12))
-
-
-def made_trainable(engine, module, weight, folder):
-    weight.requires_grad = True
-
-
-def made_trainable_in_place(engine, module, weight, folder):
-    module.requires_grad_(True)
-
-
-REFUSED = {function.__name__: function for function in (moved, saved, made_trainable, made_trainable_in_place)}
-# What all ranks may do together.
+# What ranks do together.
+REFUSED = {
+    "moved": lambda module, weight, folder: module.half(),
+    "saved": lambda module, weight, folder: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"),
+    "made trainable": lambda module, weight, folder: setattr(weight, "requires_grad", True),
+    "made trainable in place": lambda module, weight, folder: module.requires_grad_(True),
+}
+# What one does alone, and all may do together.
 REFUSED_ALONE = {
-    function.__name__: function
-    for function in (read, assigned, filled, computed_with, deep_copied, as_numpy, forward_of_a_block)
+    "read": lambda module, weight, folder: weight.sum(),
+    "assigned": lambda module, weight, folder: setattr(weight, "data", torch.zeros_like(weight.data)),
+    "filled": lambda module, weight, folder: torch.nn.init.zeros_(weight),
+    "computed with": lambda module, weight, folder: F.linear(torch.ones(1, weight.shape[1]), weight),
+    "deep copied": lambda module, weight, folder: copy.deepcopy(module),
+    "as numpy": lambda module, weight, folder: module.state_dict()["body.blocks.0.up.weight"].numpy(),
+    "forward of a block": lambda module, weight, folder: AdaptedBlock.forward(
+        module.body.blocks[0], torch.ones(1, 12)
+    ),
 }
 
 
@@ -296,36 +247,6 @@ def test_a_parameter_of_another_dtype_stays_whole(ranks):
         assert lines == [unit_memory.ANOTHER_KIND.format("body.blocks.1.up.weight")]
 
 
-def train_two(config):
-    """Trains two engines with one loss, and then makes a third of one's model."""
-    (first, one), (second, other) = make("plain", config), make("breaking", config, seed=1)
-    losses = []
-    for step in range(2):
-        ids = batch(step, 0, dist.get_rank(), 4)
-        loss, beside = one(ids), other(ids)
-        (loss + beside).backward()
-        one.step()
-        other.step()
-        losses.extend([loss.detach(), beside.detach()])
-    with unsharded_parameters(one), unsharded_parameters(other):
-        one.destroy()
-        other.destroy()
-    again = make_engine(first, Case(adam=True, config=config))
-    losses.extend(trained_on(again, first))
-    with unsharded_parameters(again):
-        again.destroy()
-    return [*losses, *(each.detach() for model in (first, second) for each in model.parameters())]
-
-
-def compare_two():
-    return same(train_two(SHARDED), train_two(WHOLE))
-
-
-@pytest.mark.slow
-def test_several_engines(ranks):
-    assert ranks(2).run(compare_two) == [True, True]
-
-
 def losses_of_two():
     """Returns how far the losses of two engines are from those of their models without engines, after one backward."""
     (_, one), (_, other) = make("plain", SHARDED), make("plain", SHARDED, seed=1)
@@ -337,8 +258,7 @@ def losses_of_two():
             sum(losses).backward()
         errors.append(relative_error(losses, [build("plain", seed)(ids) for seed in (0, 1)]))
     for engine in (one, other):
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return errors
 
 
@@ -368,7 +288,7 @@ def refusals(folder):
     with mock.patch.object(joint_reads, "LONGEST_WAIT", 0.2):
         for name, function in functions.items():
             try:
-                function(engine, module, weight, folder)
+                function(module, weight, folder)
             except Exception as error:
                 messages[name] = str(error)
     engine.destroy()
@@ -414,47 +334,12 @@ def merged(engine, module, folder):
             block.up.weight += 0.1 * block.second.weight @ block.first.weight
 
 
-def evaluated_by_one(engine, module, folder):
-    with unsharded_parameters(engine), torch.no_grad():
-        if dist.get_rank() == 0:
-            module.eval()
-            module(batch(1, 1, 1, 5))
-            module.train()
-
-
 def called_by_itself(engine, module, folder):
     x = torch.ones(1, 3, 12, device=device(), requires_grad=True)
     module.body.blocks[2](x).sum().backward()
     engine.zero_grad()
     with torch.no_grad():
         module.body.blocks[1](x)
-
-
-def interrupted(engine, module, folder):
-    """A forward and a backward that raise on all ranks."""
-
-    def fail(*_):
-        raise ValueError
-
-    for add in (module.body.blocks[1].register_forward_hook, module.body.blocks[1].register_full_backward_pre_hook):
-        hook = add(fail)
-        with pytest.raises(ValueError):
-            engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-        hook.remove()
-
-
-def checkpoint_without_frozen(engine, module, folder):
-    engine.save_checkpoint(folder, tag="adapters", exclude_frozen_parameters=True)
-    trained_on(engine, module)
-    engine.load_checkpoint(folder, tag="adapters", load_module_strict=False)
-
-
-def whole_checkpoint(engine, module, folder):
-    """The first rank saves what it gathers block by block."""
-    engine.save_checkpoint(folder, tag="whole")
-    with torch.no_grad():
-        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
-    engine.load_checkpoint(folder, tag="whole")
 
 
 def read_later(engine, module, folder):
@@ -501,12 +386,6 @@ def loaded_after_an_error(engine, module, folder):
         engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     hook.remove()
     loaded(engine, module, folder)
-
-
-def trained_by_itself(engine, module, folder):
-    """Without the engine's forward, and with a backward of the caller's."""
-    module(batch(0, 0, dist.get_rank(), 4)).backward()
-    engine.step()
 
 
 def replaced_by_loading(engine, module, folder):
@@ -597,10 +476,9 @@ def with_hooks_of_saved_tensors(engine, module, folder):
 WORKS = {
     function.__name__: function
     for function in (
-        *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
-        *(whole_checkpoint, read_later, assigned_within, evaluated_between, loaded_after_an_error, trained_by_itself),
-        *(replaced_by_loading, calibrated, taken_at_rest, given_other_memory, written_later, in_numpy),
-        *(in_inference_mode, with_hooks_of_saved_tensors),
+        *(described, loaded, merged, called_by_itself, read_later, assigned_within, evaluated_between),
+        *(loaded_after_an_error, replaced_by_loading, calibrated, taken_at_rest, given_other_memory, written_later),
+        *(in_numpy, in_inference_mode, with_hooks_of_saved_tensors),
     )
 }
 
@@ -828,7 +706,6 @@ def test_a_gather_that_is_given_back_at_once(ranks):
 
 def trained_from_the_host():
     """What the first rank has is sharded, if frozen parameters of blocks have not been moved to the device."""
-    torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())
     module = MODELS["plain"]()
     with mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True)), compile_backend("eager"):
@@ -846,20 +723,6 @@ def test_from_the_host(ranks):
     assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
 
 
-def initialized_on_meta():
-    with torch.device("meta"):
-        module = MODELS["plain"]()
-    return outcome(engine_by_configuration, module, True, **SHARDED)
-
-
-def test_parameters_on_meta_are_refused(ranks):
-    """Parameters without values would be sharded, and trained with whatever memory holds."""
-    for said in ranks(2).run(initialized_on_meta):
-        assert (
-            "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the" in said
-        )
-
-
 def initialized_without_blocks():
     """Returns what is said of a model without blocks, and how often a module was moved before."""
     moves, to = [], torch.nn.Module.to
@@ -872,53 +735,6 @@ def test_a_model_without_blocks_is_refused_before_it_is_moved(ranks):
     """A device that cannot hold the whole model would run out of memory, and nobody read the sentence."""
     for said, moves in ranks(2).run(initialized_without_blocks):
         assert "found no blocks that repeat in Linear" in said and moves == 0
-
-
-def with_peft(folder, config):
-    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters, weights and what was saved of them."""
-    from peft import LoraConfig, get_peft_model
-    from safetensors.torch import load_file
-    from transformers import Qwen3ForCausalLM
-
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Qwen3ForCausalLM(qwen3_config(VOCABULARY, layers=4))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(model, adapters).to(device())
-    model.enable_input_require_grads()
-    engine = make_engine(model, Case(adam=True, config=config))
-    losses = []
-    model.train()
-    for step in range(3):
-        ids = batch(step, 0, dist.get_rank(), 8)
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach())
-    engine.eval()
-    prompt = {"input_ids": batch(0, 0, 0, 3), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
-    generated = model.generate(**prompt)
-    if dist.get_rank() == 0:
-        # One rank alone.
-        model.save_pretrained(folder)
-    saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
-    whole = model.base_model.model
-    if config is not WHOLE:
-        said = outcome(whole.save_pretrained, f"{folder}/at_rest")
-        assert said is not None and "compile.shard_parameters" in said, said
-    with unsharded_parameters(engine):
-        model.merge_adapter(safe_merge=True)
-    merged = model.generate(**prompt)
-    with unsharded_parameters(engine):
-        model.unmerge_adapter()
-        if dist.get_rank() == 0:
-            whole.save_pretrained(f"{folder}/whole")
-            saved.extend(load_file(f"{folder}/whole/model.safetensors").values())
-    again = model.generate(**prompt)
-    with unsharded_parameters(engine):
-        engine.destroy()
-    return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
 
 
 def train_checkpointed_by_transformers(config):
@@ -939,8 +755,7 @@ def train_checkpointed_by_transformers(config):
     engine.backward(loss)
     engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return [each.detach() for each in (loss, *model.parameters())], graphs
 
 
@@ -966,19 +781,7 @@ def test_a_forward_without_a_backward():
     assert memory.expired()
 
 
-def compare_with_peft(folder):
-    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
-    return same(with_peft(folder, overlapped), with_peft(folder, WHOLE))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
-def test_adapters_of_peft(ranks, tmp_path):
-    assert ranks(2).run(compare_with_peft, str(tmp_path)) == [True, True]
-
-
 def without_frozen_parameters():
-    torch._dynamo.reset()
     lines = []
     with mock.patch.object(feature, "warn", lines.append):
         engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
@@ -1009,7 +812,7 @@ def refused_states():
     del states[master]
     engine.compile(backend="eager")
     trained_on(engine, module)
-    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    at_rest = parameters_at_rest(module)
     engine.destroy()
     return said, unchanged, lines, at_rest
 

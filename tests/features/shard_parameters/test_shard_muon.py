@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from deepspeed.compile.features.shard_parameters import unsharded_parameters
-from deepspeed.compile.features.shard_parameters.at_rest import Resharded
-
 from support.ids import vary
 from support.muon import Training, momenta, start, train
+from support.sharded import SHARDED, WHOLE, end, parameters_at_rest, same_bits
 
 
 def compare(training, folder):
@@ -19,26 +17,20 @@ def compare(training, folder):
 
     Returns whether master weights, momentum and parameters are the same, and how many parameters were at rest.
     """
-    results = []
-    for kind, options in (("sharded", {"shard_parameters": "all"}), ("whole", {})):
+    results, at_rest = [], []
+    for kind, made in (("sharded", SHARDED), ("whole", WHOLE)):
         torch._dynamo.reset()
-        config = {**(training.config or {}), "compile": {"regional_compilation": True, **options}}
+        config = {**(training.config or {}), **made}
         module, engine = start(dataclasses.replace(training, config=config), deepcompile=True)
         train(engine, training, range(2))
         engine.save_checkpoint(f"{folder}/{kind}", tag="one")
         train(engine, training, [2])
         engine.load_checkpoint(f"{folder}/{kind}", tag="one")
         train(engine, training, [3, 4])
-        at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
-        results.append(
-            [each.clone() for each in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
-        )
-        with unsharded_parameters(engine):
-            results[-1] += [each.detach().clone() for each in module.parameters()]
-            engine.destroy()
-        if kind == "sharded":
-            sharded = at_rest
-    return [torch.equal(*pair) for pair in zip(*results, strict=True)], sharded
+        at_rest.append(parameters_at_rest(module))
+        states = [each.clone() for each in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
+        results.append([*states, *end(engine, module)])
+    return same_bits(*results), at_rest[0]
 
 
 @pytest.mark.options("compile.shard_parameters")

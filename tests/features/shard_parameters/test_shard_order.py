@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.features.shard_parameters import feature, keep, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import keep, unsharded_parameters
 
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
+from support.sharded import SHARDED, end, engine_of, same_bits, section, units_at_rest
 from support.training import BOUND, Case, batch, device, make_engine, relative_error
 
 LAYER = "L"  # stands for a large layer beside the blocks
@@ -56,15 +57,15 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
         holds: whether steps run in a context in which the first two blocks are whole.
         before: called before each step with its number, and a parameter of the block that is called first.
     """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = Adapted()
-    module.body = InOrder(order, place, checkpointed)
-    module.to(device())
-    if trains_all:
-        module.requires_grad_(True)
-    engine = make_engine(module, Case(config={"compile": {"regional_compilation": True, **options}}, **case))
-    losses, sharded = [], feature.sharded_blocks(engine)
+
+    def build():
+        module = Adapted()
+        module.body = InOrder(order, place, checkpointed)
+        return module
+
+    trained = "all" if trains_all else "adapters"
+    module, engine = engine_of(build, section(None, **options), trained, adam=False, **case)
+    losses = []
     held = [each.up.weight for each in module.body.called[:2]] if holds else []
     for step in range(steps):
         if before is not None:
@@ -74,11 +75,8 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-    at_rest = sum(not unit.is_gathered for unit in sharded.units) if sharded else 0
-    with unsharded_parameters(engine):
-        parameters = [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return [*losses, *parameters], at_rest
+    at_rest = units_at_rest(engine)
+    return [*losses, *end(engine, module)], at_rest
 
 
 def compare(shards, order, kept=None, **case):
@@ -88,7 +86,7 @@ def compare(shards, order, kept=None, **case):
             {"shard_parameters": shards, "keep_gathered": kept}, order, trains_all=shards == "all", **case
         )
     whole, _ = train({}, order, trains_all=shards == "all", **case)
-    return [torch.equal(*both) for both in zip(sharded, whole, strict=True)], at_rest
+    return same_bits(sharded, whole), at_rest
 
 
 SLOW = pytest.mark.slow
@@ -201,9 +199,8 @@ def one_backward_of_two(shards, uncompiled):
     torch._dynamo.reset()
     torch.manual_seed(0)
     around, between = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).to(device()), Between().to(device())
-    section = {"compile": {"regional_compilation": True, **({"shard_parameters": "all"} if shards else {})}}
     outer = make_engine(around, Case(adam=True, stage=2, bucket=40))
-    inner = make_engine(between, Case(adam=True, stage=2, bucket=40, config=section))
+    inner = make_engine(between, Case(adam=True, stage=2, bucket=40, config=section(shards)))
     losses = []
     for step in range(3):
         eager = step == uncompiled and dist.get_rank() == 0
@@ -221,7 +218,7 @@ def one_backward_of_two(shards, uncompiled):
 
 
 def compare_one_backward_of_two():
-    sharded, whole = (one_backward_of_two(shards, 1 if shards else None) for shards in (True, False))
+    sharded, whole = (one_backward_of_two(shards, 1 if shards else None) for shards in ("all", None))
     return relative_error(sharded, whole)
 
 
@@ -261,8 +258,7 @@ class Meeting(nn.Module):
 
 
 def sharded_engine():
-    section = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
-    return make_engine(Between().to(device()), Case(adam=True, stage=2, bucket=40, config=section))
+    return make_engine(Between().to(device()), Case(adam=True, stage=2, bucket=40, config=SHARDED))
 
 
 def meet_beside_an_engine_of_one_rank():

@@ -13,20 +13,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, keep, unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, keep, unit
 
 from support.chunked_loss import small_chunks
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, Tied, late, model_of
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY
+from support.sharded import end, engine_of, losses_of, same_bits, section, units_at_rest
 from support.training import Case, batch, device, make_engine
 
 SLOW = pytest.mark.slow
-
-
-def config(shards, **more):
-    return {"compile": {"regional_compilation": True, **({"shard_parameters": "all"} if shards else {}), **more}}
 
 
 class TiedHead(Adapted):
@@ -139,41 +136,36 @@ OUTSIDE = {
 
 
 def train(model, shards, forwards=1, frozen=False, steps=2, chunked=False, direct=False, kept=None, **case):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = OUTSIDE[model]().to(device()).requires_grad_(True)
-    if frozen:
-        getattr(module, "body", module).embedding.requires_grad_(False)
-    made = config(shards, chunked_loss=chunked, **({"keep_gathered": kept} if shards else {}))
-    engine = make_engine(module, Case(config=made, adam=True, **case))
+    def build():
+        module = OUTSIDE[model]().requires_grad_(True)
+        getattr(module, "body", module).embedding.requires_grad_(not frozen)
+        return module
+
+    made = section(shards, chunked_loss=chunked, **({"keep_gathered": kept} if shards else {}))
+    module, engine = engine_of(build, made, "adapters", **case)
     rank, results = dist.get_rank(), []
-    for step in range(steps):
-        for micro_step in range(engine.gradient_accumulation_steps()):
-            losses = [engine(batch(step, micro_step, rank + index, 4)) for index in range(forwards)]
-            with torch.no_grad():
-                results.append(module(batch(step, 7, rank, 4)) if direct else engine(batch(step, 7, rank, 4)))
-            if direct:
-                results.append(getattr(module, "body", module).embedding(batch(step, 8, rank, 4)).detach())
-            loss = sum(losses)
-            engine.backward(loss)
-            engine.step()
-            results.append(loss.detach())
-    sharded = feature.sharded_blocks(engine)
-    at_rest = 0 if sharded is None else sum(not unit.is_gathered for unit in sharded.units)
-    with unsharded_parameters(engine):
-        results += [each.detach().clone() for each in module.parameters()]
-        engine.destroy()
-    return results, at_rest
+
+    def forward(step, micro_step):
+        losses = [engine(batch(step, micro_step, rank + index, 4)) for index in range(forwards)]
+        with torch.no_grad():
+            results.append(module(batch(step, 7, rank, 4)) if direct else engine(batch(step, 7, rank, 4)))
+        if direct:
+            results.append(getattr(module, "body", module).embedding(batch(step, 8, rank, 4)).detach())
+        return sum(losses)
+
+    results += losses_of(engine, steps, forward)
+    at_rest = units_at_rest(engine)
+    return [*results, *end(engine, module)], at_rest
 
 
 def compare(model, delay=None, **more):
     with small_chunks() if more.get("chunked") else contextlib.nullcontext() as seen:
         with late(delay) if delay is not None else contextlib.nullcontext():
-            results, at_rest = train(model, True, **more)
-        expected, _ = train(model, False, **more)
+            results, at_rest = train(model, "all", **more)
+        expected, _ = train(model, None, **more)
     # Where the model itself calls blocks, or code behind them is not compiled, its loss is no part of a graph.
     assert not more.get("chunked") or model in ("calls all", "uncompiled") or seen.chunks
-    return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest
+    return same_bits(results, expected), at_rest
 
 
 CASES = [
@@ -197,22 +189,29 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
         assert at_rest >= 4
 
 
+@contextlib.contextmanager
+def gathers_seen(see):
+    """Calls ``see(unit)`` whenever a unit's gather begins."""
+    send = unit.Unit._send
+
+    @shapes_no_graph
+    def sending(self, *args, **kwargs):
+        see(self)
+        send(self, *args, **kwargs)
+
+    with mock.patch.object(unit.Unit, "_send", sending):
+        yield
+
+
 def sent(model, kept):
     """Returns how many units were gathered in a step, how many of these were whole when the loss was there, and how
     many are when blocks have been called by themselves, each in a pass of its own.
     """
     torch._dynamo.reset()
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
-    engine, gathered, whole = make_engine(module, Case(config=config(True, keep_gathered=kept))), [], []
-    units, send = feature.sharded_blocks(engine).units, unit.Unit._send
-
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        gathered.append(self)
-        send(self, *args, **kwargs)
-
-    unit.Unit._send = sending
-    try:
+    engine, gathered, whole = make_engine(module, Case(config=section("all", keep_gathered=kept))), [], []
+    units = feature.sharded_blocks(engine).units
+    with gathers_seen(gathered.append):
         for step in range(2):
             gathered.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
@@ -223,9 +222,7 @@ def sent(model, kept):
         for block in module.body.blocks:
             x = block(x)
         alone = sum(each.is_gathered for each in units)
-    finally:
-        unit.Unit._send = send
-        engine.destroy()
+    engine.destroy()
     return sends, len(whole), alone
 
 
@@ -263,19 +260,18 @@ def train_beside_dropped(shards):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, rank, losses = Adapted().to(device()).requires_grad_(True), dist.get_rank(), []
-    engine = make_engine(module, Case(config=config(shards, **({"keep_gathered": 4} if shards else {})), adam=True))
+    engine = make_engine(module, Case(config=section(shards, **({"keep_gathered": 4} if shards else {})), adam=True))
     for step in range(3):
         engine.backward(engine(batch(step, 0, rank, 4)))
         engine(batch(step, 1, rank, 4), True)
         engine.step()
         losses.append(engine(batch(step, 2, rank, 4)).detach())
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     return losses
 
 
 def beside_dropped():
-    return [torch.equal(*both) for both in zip(train_beside_dropped(True), train_beside_dropped(False), strict=True)]
+    return same_bits(train_beside_dropped("all"), train_beside_dropped(None))
 
 
 def test_what_is_kept_is_of_the_last_step(ranks):
@@ -290,7 +286,7 @@ def agreed(overflows, dtype):
     """
     torch._dynamo.reset()
     module, rank = Adapted().to(device()).requires_grad_(True), dist.get_rank()
-    engine = make_engine(module, Case(config=config(True, keep_gathered="fit"), dtype=dtype))
+    engine = make_engine(module, Case(config=section("all", keep_gathered="fit"), dtype=dtype))
     sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
     blocks = list(sharded._unit_of.values())
     keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].memory.nbytes)
@@ -336,7 +332,7 @@ def memory(kept, checkpoints):
     if checkpoints:
         run = module.body.run_block
         module.body.run_block = lambda block, x: checkpoint(run, block, x, use_reentrant=False)
-    engine = make_engine(module, Case(config=config(True, keep_gathered=kept), adam=True))
+    engine = make_engine(module, Case(config=section("all", keep_gathered=kept), adam=True))
     sharded, held = feature.sharded_blocks(engine), {}
 
     def note(moment):
@@ -404,17 +400,14 @@ def beside_blocks():
     torch._dynamo.reset()
     module = StacksOfOne().to(device()).requires_grad_(True)
     blocks = [AdaptedBlock.__name__]
-    engine = make_engine(module, Case(config=config(True, regional_compilation=blocks)))
-    send, counts = unit.Unit._send, []
-    sharded = feature.sharded_blocks(engine)
+    engine = make_engine(module, Case(config=section("all", regional_compilation=blocks)))
+    sharded, counts = feature.sharded_blocks(engine), []
 
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        if self in sharded._unit_of.values():
+    def see(each):
+        if each in sharded._unit_of.values():
             counts.append(len(sharded.whole._is_kept))
-        send(self, *args, **kwargs)
 
-    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+    with gathers_seen(see), torch.no_grad():
         engine(batch(0, 0, 0, 4))
     engine.destroy()
     return counts
@@ -447,17 +440,9 @@ class WithAttention(Adapted):
 
 def gathered_with_attention():
     """Returns the names of what is gathered in a forward, in this order."""
-    torch._dynamo.reset()
     module = WithAttention().to(device()).requires_grad_(True)
-    engine, names = make_engine(module, Case(config=config(True))), []
-    send = unit.Unit._send
-
-    @shapes_no_graph
-    def sending(self, *args, **kwargs):
-        names.append(self.memory.name)
-        send(self, *args, **kwargs)
-
-    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+    engine, names = make_engine(module, Case(config=section("all"))), []
+    with gathers_seen(lambda each: names.append(each.memory.name)), torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     engine.destroy()
     return names
@@ -473,7 +458,7 @@ def test_a_layer_that_reads_two_large_parameters(ranks):
 
 def clone_tied():
     module = TiedHead().to(device()).requires_grad_(True)
-    engine = make_engine(module, Case(config=config(shards=True), adam=True))
+    engine = make_engine(module, Case(config=section("all"), adam=True))
     engine.backward(engine(batch(0, 0, 0, 4)))
     engine.step()
     clones = clone_tensors_for_torch_save(module.state_dict())

@@ -21,24 +21,16 @@ from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
 from support.ids import vary
 from support.options import outcome
+from support.sharded import end, engine_of, section
 from support.training import Case, batch, device, make_engine
 
 
-def config(shards):
-    return {"compile": {"regional_compilation": True, "shard_parameters": shards}}
-
-
 def make(shards):
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = MODELS["plain"]().to(device())
-    if shards == "all":
-        module.requires_grad_(True)
-    return module, another_engine(module, shards)
+    return engine_of(MODELS["plain"], section(shards), "all" if shards == "all" else "adapters")
 
 
 def another_engine(module, shards, **case):
-    return make_engine(module, Case(config=config(shards), adam=True, **case))
+    return make_engine(module, Case(config=section(shards), adam=True, **case))
 
 
 def trains(engine, module):
@@ -50,8 +42,7 @@ def trains(engine, module):
         before = [each.detach().clone() for each in module.parameters()]
     after = trained_on(engine, module)[1:]
     at_rest = any(isinstance(each, Resharded) for each in module.parameters())
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     moved = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
     alone = module(batch(2, 2, 2, 4))
     return at_rest and moved and all(each.isfinite().all() for each in (*after, alone))
@@ -124,8 +115,7 @@ def trained_too_late(folder):
     module, engine = make("frozen")
     weight = module.body.blocks[0].up.weight
     said = [outcome(weight.requires_grad_), outcome(setattr, weight, "requires_grad", True)]
-    with unsharded_parameters(engine):
-        engine.destroy()
+    end(engine)
     before = weight.requires_grad_().detach().clone()
     works = trains(another_engine(module, "frozen"), module)
     return said, works and not torch.equal(before, weight)
@@ -150,14 +140,16 @@ def saved_elsewhere(folder):
 
 def read_at_rest(folder):
     """A parameter's place is asked for at rest, and then within the context."""
-    module, engine = make("frozen")
-    weight = module.body.blocks[1].up.weight
-    said = [outcome(weight.data_ptr), outcome(module.body.blocks[1].up.bfloat16)]
-    with unsharded_parameters(engine):
-        is_placed = weight.data_ptr() > 0
+    said, works = [], []
+    for shards in ("frozen", "all"):
+        module, engine = make(shards)
+        weight = module.body.blocks[1].up.weight
+        said += [outcome(weight.data_ptr), outcome(module.body.blocks[1].up.bfloat16)]
+        with unsharded_parameters(engine):
+            is_placed = weight.data_ptr() > 0
+        works.append(trains(engine, module) and is_placed)
     # Who reads has nothing to save.
-    says_no_more = not any("save" in text for text in said)
-    return said, trains(engine, module) and is_placed and says_no_more
+    return said, all(works) and not any("save" in text for text in said)
 
 
 def saved_at_rest(folder):
@@ -212,8 +204,7 @@ def saved_in_objects(folder):
         if dist.get_rank() == 0:
             (loaded,) = [held.weight] if name == "object" else held
             same.append(torch.equal(loaded.to(expected.device), expected))
-    with unsharded_parameters(other):
-        other.destroy()
+    end(other)
     # Each rank says what the first rank cannot pickle.
     state = {"call": lambda: 0, "held": Holder(weight.detach())} if dist.get_rank() == 0 else {}
     cannot = outcome(lambda: engine.save_checkpoint(folder, client_state=state))
@@ -250,8 +241,7 @@ def beside_overlapped_gathers(folder):
     for name, value in options.items():
         engine = make_engine(module, Case(config={"compile": {**section, name: value}}, adam=True))
         losses.append(trained_on(engine, module)[0])
-        with unsharded_parameters(engine):
-            engine.destroy()
+        end(engine)
     return said, losses[1] < losses[0]
 
 
@@ -316,7 +306,7 @@ def gathers_that_cannot_begin():
     """Returns what two forwards say when gathers fail at once, and how many units are on their way."""
     _, engine = make("all")
     sharded = feature.sharded_blocks(engine)
-    with mock.patch.object(Collectives, "gather_shards", side_effect=RuntimeError("the process group has gone")):
+    with mock.patch.object(Collectives, "gather", side_effect=RuntimeError("the process group has gone")):
         said = [outcome(engine, batch(0, 0, 0, 4)) for _ in range(2)]
     return said, len(sharded.whole._is_kept)
 

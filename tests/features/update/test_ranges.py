@@ -214,14 +214,6 @@ def marked(optimizer):
     optimizer.step._wrapped_by_lr_sched = optimizer.step.hooked = True
 
 
-def partial(optimizer):
-    optimizer.step = functools.partial(optimizer.step)
-
-
-def compiled(optimizer):
-    optimizer.step = torch.compile(optimizer.step, backend="eager")
-
-
 class Timed(_DecoratorContextManager):
     def __enter__(self):
         pass
@@ -230,38 +222,37 @@ class Timed(_DecoratorContextManager):
         pass
 
 
-def in_a_context(optimizer):
-    optimizer.step = Timed()(optimizer.step)
-
-
-def of_another_optimizer(optimizer):
-    optimizer.step = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step
+def another_optimizer():
+    return torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
 
 
 def of_another_optimizers_scheduler(optimizer):
     # Kept, because the wrapper does not keep it.
-    optimizer.other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    optimizer.other = another_optimizer()
     StepLR(optimizer.other, 1)
     optimizer.step = optimizer.other.step
 
 
-def other_class(optimizer):
-    optimizer.__class__ = type("Other", (torch.optim.AdamW,), {})
-
-
-ON_THE_INSTANCE = [
-    *(method_before_a_scheduler, wrapper_of_a_schedulers_step, marked, partial, compiled, in_a_context),
-    *(of_another_optimizer, of_another_optimizers_scheduler, other_class),
-]
+ON_THE_INSTANCE = {
+    "method before a scheduler": method_before_a_scheduler,
+    "wrapper of a scheduler's step": wrapper_of_a_schedulers_step,
+    "marked": marked,
+    "partial": lambda optimizer: setattr(optimizer, "step", functools.partial(optimizer.step)),
+    "compiled": lambda optimizer: setattr(optimizer, "step", torch.compile(optimizer.step, backend="eager")),
+    "in a context": lambda optimizer: setattr(optimizer, "step", Timed()(optimizer.step)),
+    "of another optimizer": lambda optimizer: setattr(optimizer, "step", another_optimizer().step),
+    "of another optimizer's scheduler": of_another_optimizers_scheduler,
+    "other class": lambda optimizer: setattr(optimizer, "__class__", type("Other", (torch.optim.AdamW,), {})),
+}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("replace", ON_THE_INSTANCE)
-def test_a_step_that_was_replaced(replace):
+@vary("replaced", ON_THE_INSTANCE)
+def test_a_step_that_was_replaced(replaced):
     """What a user put in place of step() would be left out, because ranges call the class's own."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
     assert may_be_cut(optimizer)
-    replace(optimizer)
+    ON_THE_INSTANCE[replaced](optimizer)
     assert not may_be_cut(optimizer)
 
 

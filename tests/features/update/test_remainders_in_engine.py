@@ -32,7 +32,7 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train
+from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train, whole
 from support.faults import Injected
 from support.ids import vary
 from support.lifetime import take_elsewhere
@@ -515,6 +515,27 @@ def test_master_weights_are_read_and_written(ranks, overlapped):
     """A write that only the owner of a parameter sees would have ranks train on different parameters."""
     for right in ranks(2).run(write, run_of(accumulation=1, overlapped=overlapped)):
         assert all(right.values()), right
+
+
+def halve(run):
+    """Halves all parameters in place. Returns how far master weights that are read next are off the parameters."""
+    _, engine = start(run)
+    step_on_given(engine, run, 0)
+    with torch.no_grad():
+        for parameter in trained(engine):
+            parameter.mul_(0.5)
+    read = masters(engine)
+    with whole(engine, run):
+        error = relative_error(read, trained(engine))
+        engine.destroy()
+    return error
+
+
+@vary("form", [{"sharded": True}, {"overlapped": True}])
+def test_master_weights_are_read_after_a_change(ranks, form):
+    """A parameter is a part of its master weight, and shards that a rank keeps elsewhere are those from before."""
+    # A parameter rounds to the nearest bf16 number.
+    assert max(ranks(2).run(halve, run_of(accumulation=1, model="OddSizes", **form))) < 2**-8
 
 
 def set_beside_8_bits(run, steps_before):

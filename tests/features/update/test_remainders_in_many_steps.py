@@ -54,8 +54,6 @@ def bits(parameter):
 
 def train_beside(steps, same_parameters):
     """``same_parameters``: after each step the engine with fp32 master weights gets the other's parameters."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     modules, engines = [Model().to(device())], []
     modules.append(copy.deepcopy(modules[0]))
     for module, remainders in zip(modules, (True, False)):

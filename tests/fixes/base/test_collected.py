@@ -6,7 +6,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -27,7 +26,6 @@ class Asked(TorchDispatchMode):
 
 def collected_within_a_mode(case, is_destroyed):
     """An engine with an optimizer's states is collected within a mode. Returns what the mode was asked for."""
-    torch._dynamo.reset()
     engine = make_engine(build(case), case)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
@@ -42,7 +40,6 @@ def collected_within_a_mode(case, is_destroyed):
 
 
 def collected_before_its_module(case):
-    torch._dynamo.reset()
     module = build(case)
     engine = make_engine(module, case)
     gone = weakref.ref(engine)

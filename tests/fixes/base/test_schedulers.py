@@ -120,7 +120,6 @@ def halved(optimizer):
 
 def train_with_a_scheduler(case, is_given):
     """Trains with a scheduler that the engine is given, or with one that the caller keeps, as Accelerate does."""
-    torch._dynamo.reset()
     module = build(case)
     plain = copy.deepcopy(module)
     optimizer = with_an_empty_group(module)

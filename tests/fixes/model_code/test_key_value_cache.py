@@ -49,7 +49,6 @@ ADVICE = "Pass use_cache=False"
 
 def warned_of_a_cache(**asked):
     """Returns the warnings of a training forward of six layers that say to train without a cache."""
-    torch._dynamo.reset()
     engine = engine_by_configuration(language_model(6), True)
     ids = torch.arange(24, device=device()).view(2, 12)
     with compile_backend("eager"), warnings_logged() as warnings:
@@ -175,7 +174,6 @@ IN_TRAINING = {Checkpointed: 0, Distilled: 2 * 3 * 2}
 
 def calls_that_run_uncompiled(model):
     """Trains a model for two steps; returns how many calls ran uncompiled."""
-    torch._dynamo.reset()
     Activation.calls = 0
     with compile_backend("eager"):
         engine = engine_by_configuration(model().to(device()).train(), True)
@@ -195,7 +193,6 @@ def test_what_runs_without_gradients_in_a_training_forward(one_rank, model):
 
 def packed_losses():
     """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
-    torch._dynamo.reset()
     module = language_model(2)
     for parameter in module.parameters():
         parameter.data *= 10  # so that what a token sees matters
@@ -290,8 +287,6 @@ def transformers_from(folder):
 
 def train_beside_broken_transformers(folder):
     """Trains a model that has nothing of transformers for a step; returns (loss before, loss after)."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     with transformers_from(folder) as transformers, compile_backend("eager"):
         with pytest.raises(ImportError, match="operator torchvision::nms does not exist"):
             _ = transformers.PreTrainedModel
@@ -334,7 +329,6 @@ def generate_in_training_mode(deepcompile, whole, generates):
         whole: whether the model is one graph.
         generates: whether the model generates between the steps, in training mode and without gradients.
     """
-    torch._dynamo.reset()
     module = language_model(2)
     engine = engine_by_configuration(module, deepcompile, compile={"regional_compilation": not whole})
     ids = torch.arange(24, device=device()).view(2, 12)
@@ -386,7 +380,6 @@ def train_in_modes(around, within):
         around: whether the module around the model is in training mode.
         within: whether the model is.
     """
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = language_model(6)
     engine = engine_by_configuration(Labels(module), True)

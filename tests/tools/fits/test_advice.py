@@ -84,12 +84,3 @@ def test_from_how_many_gpus_on(answer):
     assert f"Nothing fits on 1 GPU of 6 GB. On 8, {row.mode.name} fits." in text
     text = " ".join(text_of(answer._replace(enough=None), "large", shows_all=False))
     assert "More GPUs do not help: take shorter sequences, or GPUs with more memory." in text
-
-
-class WithHead(Large):
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-
-    def forward(self, ids):
-        return self.head(super().forward(ids) + self.embedding(ids)).square().mean()

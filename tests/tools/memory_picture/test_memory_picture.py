@@ -186,7 +186,6 @@ def test_other_ways_to_train(ranks, tmp_path, case):
 
 
 def without_the_key(case):
-    torch._dynamo.reset()
     engine = make_engine(build(case), case)
     train(engine, case, 0)
     found = "_memory_recorder" in vars(engine), own(engine)
@@ -222,7 +221,6 @@ class Boom(Exception):
 
 def raises_within(case, folder, where):
     """Makes the recorded step raise; returns what was raised, what was logged and the names of the files."""
-    torch._dynamo.reset()
     with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=2))
         train(engine, case, 0)
@@ -262,7 +260,6 @@ def test_a_step_that_raises_is_drawn_and_the_error_passes(ranks, tmp_path, where
 
 def ends_early(case, folder):
     """Destroys an engine twice before its step comes; returns what was logged."""
-    torch._dynamo.reset()
     with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder))
         train(engine, case, 0)
@@ -273,7 +270,6 @@ def ends_early(case, folder):
 
 def several_engines(case, folder, count):
     """Trains engines in turn that record the same step; returns the files of this rank."""
-    torch._dynamo.reset()
     engines = [make_engine(build(case), with_picture(case, folder, step=1)) for _ in range(count)]
     for step in range(2):
         losses = [engine(batch(step, 0, dist.get_rank(), 4)) for engine in engines]
@@ -291,7 +287,6 @@ def beside_another_profiler(case, folder):
 
     The profiler warms up in the step that is to be recorded, and records the next.
     """
-    torch._dynamo.reset()
     with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
@@ -415,7 +410,6 @@ def without_matplotlib(how):
 
 def record_without(case, folder, how):
     """Records the first step without matplotlib; returns all that was logged of pictures."""
-    torch._dynamo.reset()
     with without_matplotlib(how), logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
         train(engine, case, 0)
@@ -599,7 +593,6 @@ def test_the_memory_of_tensors_that_are_made_of_others():
 
 def parameters_of_sharded(case):
     """Returns the bytes of parameters that a picture would show between steps, and those of this rank's partitions."""
-    torch._dynamo.reset()
     engine = make_engine(build(case), case)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()

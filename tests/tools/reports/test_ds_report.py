@@ -96,7 +96,6 @@ def test_a_newer_torch_is_warned_of(version, device, warns):
 
 
 def losses_with(deepcompile):
-    torch.manual_seed(0)
     engine = engine_by_configuration(Around(), deepcompile)
     losses = []
     with compile_backend("eager"):

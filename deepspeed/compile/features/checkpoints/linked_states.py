@@ -13,6 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import tensor_fragment
 
+from ...zero_1_and_2.layout import layouts_of
+
 
 def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
     """Yields the base's links of parameters for ``safe_get_full_*``. A parameter need not have one."""
@@ -49,7 +51,7 @@ class LinkedStates:
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
             # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
-            layout = optimizer._deepcompile.layouts[group]
+            layout = layouts_of(optimizer)[group]
             pieces = (place.piece(rank) for place in layout.places for rank in range(layout.world))
             spans = [(piece.offset, piece.numel) for piece in pieces if piece.numel]
             state = optimizer.optimizer.state[master].items()

@@ -87,7 +87,7 @@ class CopyEngineCarrier:
                 streams=[(stream.stream_id, stream.device_type, stream.cuda_stream) for stream in streams],
                 device=device,
                 staging=self._staging.addresses,
-                staging_bytes=self._staging.bytes,
+                staging_bytes=self._staging.tensor.nbytes,
                 slots=slots,
                 receive=torch.empty(RECEIVES, world - 1, row, dtype=torch.uint8, device=device),
             )
@@ -99,9 +99,7 @@ class CopyEngineCarrier:
         return self.partition(numel, like) if self._maps_flat else self._collectives.flat_tensor(numel, like)
 
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns memory of zeros for shards that :meth:`gather_shards` carries."""
-        if like.device != self._device:
-            return self._collectives.partition(numel, like)
+        """Returns memory of zeros for shards that :meth:`gather` carries."""
         return self._mapped(numel, like.dtype).zero_()
 
     def take_in(self, memory: torch.Tensor) -> torch.Tensor:
@@ -113,9 +111,9 @@ class CopyEngineCarrier:
 
     def _mapped(self, numel, dtype):
         flat = mapped(numel, dtype, self._device, self._group)
-        self.native.add_flat(flat.addresses, flat.bytes)
+        self.native.add_flat(flat.addresses, flat.tensor.nbytes)
         begin = flat.tensor.data_ptr()
-        self._flats.append((begin, begin + flat.bytes, flat.handle))
+        self._flats.append((begin, begin + flat.tensor.nbytes, flat.handle))
         return flat.tensor
 
     def beside(self, process_group: "ProcessGroup") -> "CopyEngineCarrier":
@@ -131,24 +129,18 @@ class CopyEngineCarrier:
             with collective(WRITE):
                 self.native.before_write()
 
-    def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
+    def gather(
+        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Optional[Sequence[torch.Tensor]] = None
+    ) -> List[Awaitable]:
         """Begins to pull the shards of other ranks, as ``Carrier.gather()`` of the core says.
 
         Raises:
             DistBackendError: if another rank has died, here or in ``wait()``.
         """
-        if not self._maps(flat):
-            return self._collectives.gather(flat, runs)
-        return [self.native.gather(_parts(flat, runs))]
-
-    def gather_shards(
-        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Sequence[torch.Tensor]
-    ) -> List[Awaitable]:
-        """Does the same where this rank's shards lie in a tensor of :meth:`partition`, and the runs elsewhere."""
-        filled = [shard for shard in shards if shard.numel()]
-        if not all(map(self._maps, filled)):
-            return self._collectives.gather_shards(memory, runs, shards)
-        return [self.native.gather(_parts(memory, runs), filled)]
+        own = [shard for shard in shards or () if shard.numel()]
+        if not all(map(self._maps, [memory] if shards is None else own)):
+            return self._collectives.gather(memory, runs, shards)
+        return [self.native.gather([memory.narrow(0, *run) for run in runs if run[1]], own)]
 
     def _maps(self, tensor):
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
@@ -173,10 +165,6 @@ class CopyEngineCarrier:
             wanted = sent.chunk(world)[rank] / (rank + 1) * (world * (world + 1) // 2)
             if not torch.equal(got, wanted):
                 raise RuntimeError("the copied bytes are wrong")
-
-
-def _parts(tensor, runs):
-    return [tensor.narrow(0, first, numel) for first, numel in runs if numel]
 
 
 def timeout_of(group: "ProcessGroup", device: torch.device) -> float:

@@ -33,10 +33,6 @@ class Mapped(NamedTuple):
     addresses: List[int]  # by rank
     handle: object  # keeps the peers' memory mapped
 
-    @property
-    def bytes(self) -> int:
-        return self.tensor.numel() * self.tensor.element_size()
-
 
 def mapped(numel: int, dtype: torch.dtype, device: torch.device, group: "ProcessGroup") -> Mapped:
     """Allocates an uninitialized tensor [numel] on each rank's device. Every rank of the group calls this.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers updated parameters while the next forward begins (``compile.overlap_param_gather``)."""
 
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional
+import functools
+from typing import TYPE_CHECKING, Callable, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -45,28 +46,21 @@ class OverlapGather(Feature):
         self.gather = OverlappedGather(context.optimizer, context.layouts, units, _held_by_scripts(module))
         context.undo.enter_context(all_guards())
         context.undo.callback(self._end)
-        self._units_of_block: Dict[int, List[int]] = {
-            id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks.blocks
-        }
+        self._units_of_block = {id(block): self.gather.units_of(block.parameters()) for block in blocks.blocks}
         # The units whose parameters the code around blocks reads.
         self._around_blocks = {OUTSIDE}
         blocks.wrap_calls(self._around_call)
-        blocks.wrap_module(self._around_module)
+        # The set grows, and each call waits for what it has by then.
+        blocks.wrap_module(functools.partial(self._waiting, self._around_blocks))
 
     def _around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
         if blocks is not None:
             # The module runs uncompiled, so its reads wait by themselves.
             return call
-        gather, units = self.gather, self._units_of_block[id(module)]
+        return self._waiting(self._units_of_block[id(module)], call)
 
-        def wait_and_call(block, /, *args, **kwargs):
-            gather.wait(units)
-            return call(block, *args, **kwargs)
-
-        return wait_and_call
-
-    def _around_module(self, call: Callable) -> Callable:
-        gather, units = self.gather, self._around_blocks
+    def _waiting(self, units, call):
+        gather = self.gather
 
         def wait_and_call(module, /, *args, **kwargs):
             gather.wait(sorted(units))

@@ -16,27 +16,27 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.layout import Layout, Place
+from ...zero_1_and_2.layout import Layout, layouts_of
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
+from .aliases import Aliases
 from .arriving import Arrival, can_be_marked, mark, unmark
-from .kept_memory import KeptMemory
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-KEPT = (
+ALIASED = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
     "keep the parameters instead"
 )
 
 
-def spans_of(places: Iterable[Place]) -> List[Tuple[int, int]]:
-    """Lists the spans of parameters' shards in a rank's partition, [first, last) in elements. ``places`` ascend."""
+def spans_of(runs: Iterable[Tuple[int, int]], world: int) -> List[Tuple[int, int]]:
+    """Lists the spans of runs' shards in a rank's partition, [first, last) in elements. ``runs`` ascend."""
     spans: List[Tuple[int, int]] = []
-    for place in places:
-        begin = spans.pop()[0] if spans and spans[-1][1] == place.offset else place.offset
-        spans.append((begin, place.offset + place.shard))
+    for first, numel in runs:
+        begin = spans.pop()[0] if spans and spans[-1][1] == first // world else first // world
+        spans.append((begin, (first + numel) // world))
     return spans
 
 
@@ -59,7 +59,7 @@ class OverlappedGather(AllGather):
         unseen: Container[int] = (),
     ):
         super().__init__(optimizer)
-        # Weak, because a parameter that is being gathered refers to this object.
+        # Weak, because a parameter that is being gathered refers to this object, and Dynamo's caches keep it.
         self._parameters = [[weakref.ref(parameter) for parameter in unit] for unit in units]
         self._not_overlapped = [
             index
@@ -67,11 +67,11 @@ class OverlappedGather(AllGather):
             if any(id(parameter) in unseen or not can_be_marked(parameter) for parameter in unit)
         ]
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
-        # Unit -> parameter group -> where its parameters in the group lie, in the order of the flat tensor.
-        self._places: List[List[List[Place]]] = [[[] for _ in layouts] for _ in units]
+        # Unit -> parameter group -> runs of the flat tensor, ascending.
+        self._runs: List[List[List[Tuple[int, int]]]] = [[[] for _ in layouts] for _ in units]
         for group, layout in enumerate(layouts):
             for place in layout.places:
-                self._places[self._unit_of[id(place.parameter)]][group].append(place)
+                self._runs[self._unit_of[id(place.parameter)]][group].append(layout.run(place))
         # Number of a unit that is being gathered -> what is on its way that nobody has waited for.
         self._works: Dict[int, list] = {}
         # Two threads of the caller may read one parameter.
@@ -80,18 +80,18 @@ class OverlappedGather(AllGather):
         self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
-        self._kept = KeptMemory(optimizer)
+        self._aliases = Aliases(optimizer)
         # Whether somebody could read parameters of the current step without waiting, and whether the user knows.
-        self._is_kept = self._has_said_so = False
+        self._has_aliases = self._has_said_so = False
 
     def before_step(self) -> None:
         # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
         self.wait_all()
-        before, self._is_kept = self._is_kept, self._kept.is_kept()
+        before, self._has_aliases = self._has_aliases, self._aliases.exist()
         # Not at the first time: what the first step has compiled may keep memory until Python collects it.
-        if before and self._is_kept and not self._has_said_so:
+        if before and self._has_aliases and not self._has_said_so:
             # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
-            log_notice(KEPT, dist.get_rank())
+            log_notice(ALIASED, dist.get_rank())
             self._has_said_so = True
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
@@ -99,7 +99,7 @@ class OverlappedGather(AllGather):
 
         A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
         """
-        return spans_of(self._places[0][group])
+        return spans_of(self._runs[0][group], layouts_of(self._optimizer())[group].world)
 
     def start_first(self) -> None:
         """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
@@ -122,9 +122,9 @@ class OverlappedGather(AllGather):
             self.start_first()
         self._sent_first = False
         with collective(PURPOSE):
-            for index in range(1, len(self._places)):
+            for index in range(1, len(self._runs)):
                 self._note_sent(index, self._gather(index))
-        self.wait(sorted(self._works) if self._is_kept else self._not_overlapped)
+        self.wait(sorted(self._works) if self._has_aliases else self._not_overlapped)
 
     def _note_sent(self, unit, works):
         if not works:
@@ -138,9 +138,7 @@ class OverlappedGather(AllGather):
 
     def _gather(self, unit):
         """Returns what to wait for until one unit is gathered."""
-        return [
-            work for group, places in enumerate(self._places[unit]) if places for work in self.begin(group, places)
-        ]
+        return [work for group, runs in enumerate(self._runs[unit]) if runs for work in self.begin(group, runs)]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
         """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""

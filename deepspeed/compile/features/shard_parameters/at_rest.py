@@ -15,7 +15,7 @@ import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -358,28 +358,10 @@ def _with_rest(kind):
     return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
 
 
-class OnFirstRank(torch.Tensor):
-    """An entry of a state dict whose values another rank has. The entry is on the meta device.
-
-    So each rank may prepare a state dict as the first rank does, which saves it.
-    """
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "
-            "it; save it on rank 0 alone"
-        )
-
-
-def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what stands in a state dict for a tensor at rest whose values the first rank has."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(OnFirstRank)
-
-
-def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
-    """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
+def stands_for(tensor: Any) -> Tuple[Any, str]:
+    """Returns the unit and the name of the parameter for whose values a tensor at rest stands; for others None, ""."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
-    return None if share is None or share.is_copy else (share.unit(), share.name)
+    return (None, "") if share is None or share.is_copy else (share.unit(), share.name)
 
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:

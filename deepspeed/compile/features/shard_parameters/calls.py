@@ -21,8 +21,9 @@ from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
-from .at_rest import OnFirstRank, Resharded, on_first_rank, refusal_of, stands_for
+from .at_rest import Resharded, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
+from .on_first_rank import OnFirstRank, on_first_rank
 from .private_torch import apply_to_tensors
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _shards(engine):
 
 def owner_of(item: Any) -> "Optional[ShardedBlocks]":
     """Returns what gathers a tensor at rest. None for anything else."""
-    unit = (stands_for(item) or [None])[0]
+    unit, _ = stands_for(item)
     return None if unit is None else unit.owner
 
 
@@ -132,7 +133,7 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
     """Called on all ranks with a state dict of the module. Gives parameters at rest their values.
 
     The first rank gets them, and every rank that writes a file of its own, such as the first one of each node with
-    ``checkpoint.use_node_local_storage``. The values are on the host. On other ranks these parameters stay at rest.
+    ``checkpoint.use_node_local_storage``. The values are on the host. Other ranks get tensors on the meta device.
     """
     sharded = _sharded_of(engine)
     return state_dict if sharded is None else _with_values(sharded, state_dict, _writes(engine))
@@ -156,8 +157,7 @@ def client_with_values(engine: "DeepSpeedEngine", client_state: Dict[str, Any]) 
 
     found = _at_rest_in(client_state)
     places = {unit: number for number, unit in enumerate(sharded.units)}
-    units = {(stands_for(tensor) or (None, ""))[0] for tensor in found.values()}
-    own = {places[unit] for unit in units if unit in places}
+    own = {places[unit] for unit, _ in map(stands_for, found.values()) if unit in places}
     of_ranks: List[Any] = [None] * dist.get_world_size()
     with collective("learn which ranks save parameters beside their module"):
         torch.distributed.all_gather_object(of_ranks, own)
@@ -250,22 +250,22 @@ def _writes(engine):
 def _with_values(sharded, state_dict, takes, units=None):
     """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time.
 
-    All ranks call this. ``takes``: whether this rank gets values. ``units``: those to gather, if not all ranks have
-    entries of the same units. Entries of other units stay at rest.
+    All ranks call this. ``takes``: whether this rank gets values; others get what :func:`on_first_rank` returns.
+    ``units``: those to gather, if not all ranks have entries of the same units. Entries of other units stay at rest.
     """
+    entry_of = _copy_on_host if takes else on_first_rank
     sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
-        unit, name = stands_for(entry) or (None, "")
+        unit, name = stands_for(entry)
         if unit is not None:
             keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
     # In the same order on all ranks.
     if units is None:
         units = [unit for unit in sharded.units if unit in keys_of]
     for unit in sharded.whole.one_by_one(units):
-        if takes:
-            for name, keys in keys_of.get(unit, {}).items():
-                state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.memory.parameter(name))))
+        for name, keys in keys_of.get(unit, {}).items():
+            state_dict.update(dict.fromkeys(keys, entry_of(unit.memory.parameter(name))))
     if sharded.is_closed:
         # What was whole for a moment keeps nothing alive any more.
         for unit in keys_of:
@@ -297,7 +297,9 @@ def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, to
             # A tied parameter is saved under each of its names, as it is where parameters are whole.
             is_tied = id(value) in taken
             taken.add(id(value))
-            found[key] = on_first_rank(value) if isinstance(value, Resharded) else value.to(device, copy=is_tied)
+            found[key] = value if isinstance(value, OnFirstRank) else value.to(device, copy=is_tied)
+    # What an earlier call has returned has no values to clone.
+    found.update({key: item for key, item in items.items() if isinstance(item, OnFirstRank)})
     return {key: found[key] if key in found else clone(item, device) for key, item in items.items()}
 
 

@@ -55,11 +55,11 @@ class ShardedGather(AllGather):
                 "cannot move it to the host; name other states in include=[...]"
             )
 
-    def take_changes(self) -> None:
+    def wait_all(self) -> None:
         self._sharded.take_changes()
 
-    def wait_all(self) -> None:
-        self.take_changes()
+    # A step reads this rank's shards.
+    before_step = wait_all
 
 
 class GathersInBackward(_NextClass):
@@ -103,7 +103,7 @@ class ShardParameters(Feature):
         self.sharded = ShardedBlocks(
             context.module, blocks.blocks, trained, group, device, context.identity, optimizer_of_all
         )
-        if self.sharded.partitions is not None:
+        if self.sharded.optimizer is not None:
             self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
         context.backend.rewrites.append(SaveByHooks.of_parameters)

@@ -4,7 +4,8 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Optional, Union
+import weakref
+from typing import TYPE_CHECKING, Callable, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
 from torch.nn import Module, Parameter
@@ -15,7 +16,9 @@ from ...fixes.base.subclasses import is_dtensor, plain_tensors
 from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.gradient.backward import in_backward
 from ...zero_1_and_2.hooks import Hook
+from ...zero_1_and_2.layout import layouts_of
 from ...zero_1_and_2.messages import log_notice
+from ...zero_1_and_2.parameter.carrier import Collectives
 from ..blocks.parameters import by_block
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
@@ -23,9 +26,9 @@ from .comparison import FIRST_OF_UNITS, UNIT_ID_STRIDE, Comparison
 from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
-from .partitions import Partitions, TrainedPart
 from .passes import Passes
 from .saved_tensors import saving_handles
+from .segments import give_up_flats, take_partitions
 from .unit import TAKE_IN, Unit
 from .unit_memory import UnitMemory
 
@@ -53,7 +56,7 @@ class ShardedBlocks:
         units: of blocks, and of large parameters outside of blocks.
         passes: gathers them for forwards and backwards.
         whole: which of them are whole.
-        partitions: where trained parameters lie that this rank owns; None without ``optimizer``.
+        optimizer: a weak reference to the optimizer whose parameters are sharded too; None if they stay whole.
         outside: the unit of the other trained parameters outside of blocks, which is never resharded, or None.
         is_closed: whether the engine was destroyed.
     """
@@ -69,15 +72,16 @@ class ShardedBlocks:
         optimizer: "Optional[DeepSpeedZeroOptimizer]" = None,
     ):
         self._group, self._device = process_group, device
-        self.partitions = None
+        self.optimizer = None
         # Trained parameters that no block holds alone: large ones, and others in a unit that is never resharded.
         self.outside: Optional[Unit] = None
         of_blocks: List[List[Parameter]] = [[] for _ in blocks]
-        make_trained = None
+        groups = []
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         if optimizer is not None and world > 1:
-            self.partitions = Partitions(optimizer, process_group)
-            make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
+            self.optimizer = weakref.ref(optimizer)
+            dtypes = (flat.dtype for flat in optimizer.bit16_groups_flat)
+            groups = [*zip(layouts_of(optimizer), dtypes, strict=True)]
             outside, *of_blocks = by_block(trained, module, blocks)
         self._joint_reads = JointReads(process_group)
         # Engines share the process group.
@@ -89,7 +93,8 @@ class ShardedBlocks:
             def named(parameters):
                 return {names.get(parameter, "a parameter"): parameter for parameter in parameters}
 
-            memory = UnitMemory(named(frozen), named(trained), make_trained, rank, world, device)
+            memory = UnitMemory(named(frozen), named(trained), groups, rank, world, device)
+            memory.frozen.carrier = Collectives(process_group)
             return Unit(memory, process_group, device, first_number + FIRST_OF_UNITS + number, name)
 
         self._unit_of: Dict[int, Unit] = {}
@@ -103,7 +108,7 @@ class ShardedBlocks:
         self.passes = Passes(self._unit_of, self.units, moments)
         self.whole = self.passes.whole
         large = {}
-        if self.partitions is not None:
+        if self.optimizer is not None:
             for parameter in large_outside(outside, module, blocks):
                 large[parameter] = make_unit(len(self.units), f"parameter {names.get(parameter)}", [parameter])
                 self.units.append(large[parameter])
@@ -123,13 +128,15 @@ class ShardedBlocks:
     @property
     def shares(self) -> List[torch.Tensor]:
         """This rank's parts of the units, 1-D and of bytes."""
-        return [unit.memory.share for unit in self.units if unit.memory.share is not None]
+        return [unit.memory.frozen.own for unit in self.units if unit.memory.is_shared]
 
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""
         # Units are taken in one by one, so that at most one more whole unit is on the device. What a rank does alone
         # for one unit runs where ranks compare errors for the next: otherwise they would wait for a rank that raised.
-        alone = (lambda: None) if self.partitions is None else self.partitions.take_over
+        optimizer = self.optimizer and self.optimizer()
+        segments = [segment for unit in self._all_units() for segment in unit.memory.trained]
+        alone: Callable[[], None] = functools.partial(take_partitions, optimizer, segments, self._group)
         for unit in self.units:
             unit.take_in(alone)
             alone = unit.reshard_first
@@ -139,15 +146,16 @@ class ShardedBlocks:
             alone = self.outside.refresh
         with every_rank_raises(TAKE_IN, self._group):
             alone()
-            if self.partitions is not None:
-                self.partitions.give_up_flat()
+            if optimizer is not None:
+                give_up_flats(optimizer, segments)
+
+    def _all_units(self):
+        return self.units if self.outside is None else [*self.units, self.outside]
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
-        for unit in self.units:
+        for unit in self._all_units():
             unit.refresh()
-        if self.outside is not None:
-            self.outside.refresh()
 
     def keep_what_fits(self) -> None:
         """Called on all ranks between steps. From now on, as many units of blocks are kept as fit beside the rest."""
@@ -200,12 +208,11 @@ class ShardedBlocks:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        for unit in self.units:
-            unit.take_changes()
         if self.outside is not None:
             # It is small, and whole all the time: any code may have changed it.
             self.outside.is_used = True
-            self.outside.take_changes()
+        for unit in self._all_units():
+            unit.take_changes()
 
     def give_up(self) -> None:
         """Gathers all parameters for good. All ranks call it."""

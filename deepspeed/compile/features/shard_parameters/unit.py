@@ -85,7 +85,7 @@ class Unit:
             lack_values = self.memory.take_in()
         if lack_values:
             with collective(PURPOSE):
-                frozen = self.memory.buffer[: self.memory.frozen_bytes]
+                frozen = self.memory.frozen.memory(self.memory.buffer)
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
 
     @property
@@ -122,27 +122,22 @@ class Unit:
             self.comparison.start(at)
         self.comparison.wait_on_cpu()
         with collective(PURPOSE):
-            if memory.frozen_bytes and sends_frozen:
-                frozen = self._target[: memory.frozen_bytes]
-                works.append(dist.all_gather_into_tensor(frozen, memory.share, group=self._group, async_op=True))
-            if memory.trained_part:
+            if sends_frozen:
+                works += memory.frozen.gather(self._target)
+            for segment in memory.trained:
                 # Memory that others have may hold values from before a step.
-                works += memory.trained_part.gather(memory.buffer)
+                works += segment.gather(memory.buffer)
         self._works = works
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
         self.memory.lent_is_current = False
-        if self.memory.trained_part is None or (not self.is_gathered and self._works is None):
+        if not self.memory.trained or (not self.is_gathered and self._works is None):
             return
         if not self.is_gathered:
             # What is on its way has the values of before.
             self.finish_gather()
-        stream = get_accelerator().current_stream()
-        for reader in self._readers:
-            if reader != stream:
-                stream.wait_stream(reader)
-        self._readers = [stream]
+        self._readers = [self._wait_for_readers()]
         self.memory.take_trained_back()
         self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
@@ -158,9 +153,20 @@ class Unit:
             self.memory.keep_own_part(trained_too=True)
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
+            self.finish_gather()
+            # Another stream may still change parameters, or copy earlier changes into this rank's shards.
+            self._wait_for_readers()
             self.memory.take_back()
             self.memory.keep_own_part(trained_too=True)
             self.memory.note_versions()
+
+    def _wait_for_readers(self):
+        """Makes the current stream wait for all that use the unit. Returns it."""
+        stream = get_accelerator().current_stream()
+        for reader in self._readers:
+            if reader != stream:
+                stream.wait_stream(reader)
+        return stream
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -177,7 +183,8 @@ class Unit:
                 assert self.has_ended, self.memory.name
                 raise ended(self.memory.name)
             self._wait()
-            self.unmark()
+            for _, parameter in self.memory.parameters():
+                unmark(parameter)
             self.is_gathered = self._has_trained = True
             self._readers = [stream]
             self.memory.note_versions()
@@ -229,7 +236,8 @@ class Unit:
             are_moved = self.memory.take_back()
             if are_moved or self.is_used or self.memory.are_changed():
                 self.memory.keep_own_part(trained_too=self._has_trained)
-            self.mark()
+            for name, parameter in self.memory.parameters():
+                mark_resharded(parameter, name, self)
         self.is_gathered = self.is_used = False
         self.memory.free()
         self.memory.lent_is_current = self.memory.is_lent and self._has_trained
@@ -238,16 +246,6 @@ class Unit:
         """Frees the memory of a unit at rest, unless others still have views of it."""
         if not self.is_gathered and self._works is None:
             self.memory.free()
-
-    def mark(self) -> None:
-        """Makes reads of the parameters raise, or gather the unit where all ranks read it."""
-        for name, parameter in self.memory.parameters():
-            mark_resharded(parameter, name, self)
-
-    def unmark(self) -> None:
-        """Undoes :meth:`mark`."""
-        for _, parameter in self.memory.parameters():
-            unmark(parameter)
 
     def keep(self, owner: Any) -> None:
         """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""

@@ -13,7 +13,7 @@ import bisect
 import itertools
 import operator
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -22,10 +22,11 @@ from deepspeed.accelerator import get_accelerator
 
 from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.gradient.native import users_of
+from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.messages import warn
-from .partitions import TrainedPart, aligned
 from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
 from .private_torch import address_of, holders_of, version_of, without_torch_function
+from .segments import Segment, aligned
 
 ANOTHER_KIND_OF_TRAINED = (
     "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
@@ -44,12 +45,12 @@ class UnitMemory:
         frozen, trained: name -> parameter, all contiguous. The optimizer has the trained ones.
         rank, world: this rank, and how many share the parameters. A single rank has no buffer, and keeps all.
         device: on which the buffer is. Parameters may be on the host until :meth:`take_in`.
-        make_trained: (trained ones, where they may begin in the buffer, in bytes) -> what says where they lie.
+        groups: of each parameter group, its layout and its dtype; empty if trained parameters stay whole.
 
     Attributes:
-        nbytes, frozen_bytes: of the whole unit, and of frozen parameters, which lie first, with padding.
-        buffer, share: all, and this rank's part of frozen parameters, 1-D and of bytes. None before :meth:`take_in`.
-        trained_part: what says where trained parameters lie, or None.
+        nbytes: of the whole unit, with padding.
+        frozen, trained: segments: of all frozen parameters, as bytes, and of the trained ones of each group.
+        buffer: all, 1-D and of bytes. None before :meth:`take_in`.
         is_lent: whether others had the memory when the unit was resharded: views of it, or a parameter that autograd
             has saved. The memory holds the parameters' values then, and those who have it may change these.
         lent_is_current: whether trained parameters in that memory have had no step since.
@@ -59,13 +60,13 @@ class UnitMemory:
         self,
         frozen: Dict[str, Parameter],
         trained: Dict[str, Parameter],
-        make_trained: Optional[Callable[[Dict[str, Parameter], int], TrainedPart]],
+        groups: Sequence[Tuple[Layout, torch.dtype]],
         rank: int,
         world: int,
         device: torch.device,
     ):
         self._parameters = {**frozen, **trained}
-        self._rank, self._device, self.is_shared = rank, device, world > 1
+        self._device, self.is_shared = device, world > 1
         # Name of a parameter -> the slots of its tensors: of a subclass, those of the plain tensors inside.
         self._slots: Dict[str, List[TensorSlot]] = {}
         nbytes = 0
@@ -74,19 +75,27 @@ class UnitMemory:
             for tensor in plain_tensors([parameter]):
                 self._slots[name].append(TensorSlot(name, tensor, nbytes, nbytes + tensor.nbytes))
                 nbytes += aligned(tensor.nbytes)
-        self._share_bytes = aligned(-(-nbytes // world))
-        self.frozen_bytes = self.nbytes = world * self._share_bytes
-        self.trained_part = make_trained(trained, self.nbytes) if trained and make_trained else None
-        if self.trained_part:
-            self._slots.update({slot.name: [slot] for slot in self.trained_part.slots})
-            self.nbytes = aligned(self.trained_part.end)
+        self.frozen = Segment(0, torch.uint8, [(aligned(-(-nbytes // world)), 0)], rank, world)
+        self.nbytes = self.frozen.end
+        self.trained: List[Segment] = []
+        names = {id(parameter): name for name, parameter in trained.items()}
+        for group, (layout, dtype) in enumerate(groups):
+            places = [place for place in layout.places if id(place.parameter) in names]
+            if places:
+                shards = [(place.shard, place.offset) for place in places]
+                segment = Segment(self.nbytes, dtype, shards, layout.rank, layout.world, group)
+                for place, (first, _, _) in zip(places, segment.runs(), strict=True):
+                    name, begin = names[id(place.parameter)], segment.begin + first * dtype.itemsize
+                    end = begin + place.numel * dtype.itemsize
+                    self._slots[name] = [TensorSlot(name, place.parameter, begin, end, is_trained=True)]
+                self.trained.append(segment)
+                self.nbytes = aligned(segment.end)
         self._in_order = sorted(self.slots(), key=begin_of)
         # What autograd may save that lies in the buffer: parameters, and tensors inside those of a subclass.
         both = ((id(held), held) for slot in self._in_order for held in (slot.tensor, self._parameters[slot.name]))
         self._savable: List[torch.Tensor] = [*dict(both).values()]
         # How often each of these was kept before anyone could read it.
         self._holders: List[int] = []
-        self.share: Any = None
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
@@ -130,7 +139,7 @@ class UnitMemory:
             for tensor in plain_tensors(self._parameters[name] for name in from_host):
                 tensor.data = tensor.data.to(self._device)
             return False
-        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
+        self.frozen.own = torch.zeros(self.frozen.own_numel, dtype=torch.uint8, device=self._device)
         self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
         for slot in self.slots():
             if slot.is_trained and slot.name in from_host:
@@ -231,12 +240,10 @@ class UnitMemory:
         return any(version_of(slot.tensor) != slot.version for slot in self.slots())
 
     def keep_own_part(self, trained_too: bool = False) -> None:
-        """Copies the values that parameters have in the buffer: of frozen ones into ``share``, and of trained ones, if
-        ``trained_too``, into this rank's partition."""
-        if trained_too and self.trained_part is not None:
-            self.trained_part.keep_own_part(self.buffer)
-        begin = self._rank * self._share_bytes
-        self.share.copy_(self.buffer[begin : begin + self._share_bytes])
+        """Copies the values that parameters have in the buffer into this rank's shards: of frozen ones, and of trained
+        ones if ``trained_too``."""
+        for segment in (self.frozen, *(self.trained if trained_too else ())):
+            segment.keep_own_part(self.buffer)
 
     def take_trained_back(self) -> None:
         """Puts trained parameters that were given other memory back into the unit. Drops the values in that memory."""
@@ -291,14 +298,6 @@ class UnitMemory:
     def _write(self, slot, source):
         if self.is_lent:
             slot.memory_in(self.buffer).copy_(source)
-        if slot.is_trained:
-            assert self.trained_part is not None
-            self.trained_part.write(slot, source)
-        if self.is_lent or slot.is_trained:
-            return
-        begin = self._rank * self._share_bytes
-        first, last = max(slot.begin, begin), min(slot.end, begin + self._share_bytes)
-        if first >= last:
-            return
         values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
-        self.share[first - begin : last - begin].copy_(values[first - slot.begin : last - slot.begin])
+        for segment in (self.frozen, *self.trained):
+            segment.write(slot.begin, values)

@@ -24,6 +24,8 @@ class Fragment(tensor_fragment):
     @property
     def hp_fragment(self) -> torch.Tensor:
         address = self.hp_fragment_address
+        # A caller may have changed the parameter, which is a part of the master weight.
+        self.masters.gather.wait_all()
         return self.masters.get(self.param_group_index, address.start, address.start + address.numel)
 
     def update_hp(self) -> None:

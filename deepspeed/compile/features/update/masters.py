@@ -60,6 +60,7 @@ class Masters:
         gather: sends the stepped parameters.
 
     Attributes:
+        gather: as above.
         remainders: remainders of this rank's partitions, by parameter group, int16 1-D. None before
             :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
@@ -67,7 +68,7 @@ class Masters:
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
         self._optimizer = weakref.ref(optimizer)
-        self._gather = gather
+        self.gather = gather
         self.remainders: List[torch.Tensor] = []
         self.on_host = False
 
@@ -84,8 +85,8 @@ class Masters:
 
     def send_parameters(self) -> None:
         """Sends the parameters of all partitions to all ranks, which call this together."""
-        self._gather.start()
-        self._gather.wait_all()
+        self.gather.start()
+        self.gather.wait_all()
 
     def _parameters(self, group: int) -> Runs:
         """Returns the parameters of this rank's partition, which may be on the host."""

@@ -33,8 +33,6 @@ class EngineState:
         self.reducer = reducer
         self.features = features
         self.placement = placement
-        # Where the parameters of each group lie.
-        self.layouts = layouts
         self.backward = BackwardLife(engine, reducer, self.placement, layouts)
         self.rules = rules_of(features)
         self.transform: Optional[Transform] = only(features, "transform")

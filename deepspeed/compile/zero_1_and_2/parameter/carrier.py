@@ -3,7 +3,7 @@
 """How ranks give each other their shards of parameters. For gradients, see ``csrc/includes/deepcompile_carrier.h``."""
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Protocol, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import torch
 
@@ -56,27 +56,19 @@ class Carrier(Protocol):
         ranks have read what earlier calls of :meth:`gather` send."""
         return
 
-    def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
-        """Begins to fill runs of a flat tensor with the shards of other ranks, in the order in which they are used.
+    def gather(
+        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Optional[Sequence[torch.Tensor]] = None
+    ) -> List[Awaitable]:
+        """Begins to fill runs of memory with the shards of all ranks, in the order in which they are used.
 
         Args:
-            flat: 1-D. It may be written in the runs alone.
-            runs: (first, elements) of each: as many equal shards as there are ranks. That of this rank has its values,
-                which are ready on the current stream.
+            memory: 1-D. It may be written in the runs alone.
+            runs: (first, elements) of each: as many equal shards as there are ranks.
+            shards: this rank's, of each run, in a tensor of :meth:`partition`; None: they lie in the runs. They have
+                their values, which are ready on the current stream.
 
         Returns:
             what to wait for, until all runs are filled. No work of the current stream waits for other ranks.
-        """
-
-    def gather_shards(
-        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Sequence[torch.Tensor]
-    ) -> List[Awaitable]:
-        """Does the same where this rank's shards lie elsewhere, in a tensor of :meth:`partition`, and fills in these
-        too.
-
-        Args:
-            memory, runs: as ``flat`` and ``runs`` of :meth:`gather`.
-            shards: this rank's, of each run.
         """
 
 
@@ -101,16 +93,14 @@ class Collectives(Carrier):
     def beside(self, process_group: "ProcessGroup") -> "Carrier":
         return Collectives(process_group)
 
-    def gather(self, flat: torch.Tensor, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
+    def gather(
+        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Optional[Sequence[torch.Tensor]] = None
+    ) -> List[Awaitable]:
         # A single rank has nobody to send to.
         if self._world == 1:
             return []
-        shards = [flat.narrow(0, *run).view(self._world, run[1] // self._world)[self._rank] for run in runs]
-        return self.gather_shards(flat, runs, shards)
-
-    def gather_shards(
-        self, memory: torch.Tensor, runs: Sequence[Tuple[int, int]], shards: Sequence[torch.Tensor]
-    ) -> List[Awaitable]:
+        if shards is None:
+            shards = [memory.narrow(0, *run).view(self._world, run[1] // self._world)[self._rank] for run in runs]
         sent = dict(zip(runs, shards, strict=True))
         messages = [
             ([memory.narrow(0, *run) for run in message], [sent[run] for run in message])
@@ -181,11 +171,7 @@ class _Arrival:
 
 def carrier_of(optimizer: DeepSpeedZeroOptimizer, group: int) -> Carrier:
     """Returns the carrier of a parameter group's process group."""
-    return carrier_for(carriers_of(optimizer), optimizer.real_dp_process_group[group])
-
-
-def carrier_for(carriers: "Dict[ProcessGroup, Carrier]", process_group: "ProcessGroup") -> Carrier:
-    """Returns the carrier of a process group among those of :func:`carriers_of`."""
+    carriers, process_group = carriers_of(optimizer), optimizer.real_dp_process_group[group]
     if process_group not in carriers:
         carriers[process_group] = Collectives(process_group)
     return carriers[process_group]

@@ -9,8 +9,8 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
-from ..layout import Place, layouts_of
-from .carrier import Awaitable, carrier_of
+from ..layout import layouts_of
+from .carrier import Awaitable, carrier_of, carriers_of
 
 PURPOSE = "get the parameters that other ranks have stepped"
 
@@ -22,7 +22,8 @@ class AllGather:
         self._optimizer = weakref.ref(optimizer)
 
     def before_step(self) -> None:
-        """Called on every rank when a step begins, before it makes views of the flat tensors."""
+        """Called on every rank when a step begins, before it makes views of the flat tensors, or reads parameters that
+        a caller may have changed."""
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Lists the spans to step before all others, because :meth:`start_first` can send them: [first, last) in
@@ -33,8 +34,8 @@ class AllGather:
         """Called before a step, or perhaps the caller, writes new values: no rank reads the old ones after it."""
         optimizer = self._optimizer()
         # A parameter may outlive its optimizer.
-        for group in range(len(optimizer.bit16_groups_flat)) if optimizer is not None else ():
-            carrier_of(optimizer, group).before_write()
+        for carrier in carriers_of(optimizer).values() if optimizer is not None else ():
+            carrier.before_write()
 
     def start_first(self) -> None:
         """Called on every rank when the elements of :meth:`first_spans` have their new values, before
@@ -48,22 +49,18 @@ class AllGather:
         """
         for group, layout in enumerate(layouts_of(self._optimizer())):
             with collective(PURPOSE):
-                for work in self.begin(group, layout.places):
+                for work in self.begin(group, [layout.run(place) for place in layout.places]):
                     work.wait()
         # The caller may write parameters next.
         self.before_write()
 
-    def begin(self, group: int, places: Sequence[Place]) -> List[Awaitable]:
-        """Begins to gather the parameters of a group that lie in these places. Returns what to wait for."""
-        optimizer, world = self._optimizer(), layouts_of(self._optimizer())[group].world
-        runs = [(place.first, world * place.shard) for place in places]
+    def begin(self, group: int, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
+        """Begins to gather the parameters of a group that have these runs. Returns what to wait for."""
+        optimizer = self._optimizer()
         return carrier_of(optimizer, group).gather(optimizer.bit16_groups_flat[group], runs)
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
         """Raises ValueError if one of the states in ``include`` (None: of all states) cannot move to the host."""
-
-    def take_changes(self) -> None:
-        """Called before a step reads parameters that a caller may have changed. Here it reads where they lie."""
 
     def wait_all(self) -> None:
         """Does nothing: no parameter is on its way after ``start()``."""

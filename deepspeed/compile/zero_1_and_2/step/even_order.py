@@ -62,9 +62,10 @@ class EvenOrder(DeepSpeedZeroOptimizer):
             master.data.copy_(own_parameters(self, group).read(0, master.numel()))
 
     def update_lp_params(self) -> None:
-        """Of an engine that is not compiled yet, whose parameters are sharded."""
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            own_parameters(self, group).write(0, master.data)
+            # A part may have freed the master weights. Then the parameters have their new values already.
+            if master.untyped_storage().nbytes() >= master.nbytes:
+                own_parameters(self, group).write(0, master.data)
 
 
 class _Unsaved(EvenOrder):

@@ -12,6 +12,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_no
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
+from ..layout import layouts_of
 
 # On a GPU, one kernel reads a gradient of so many elements faster than a kernel for many gradients does.
 ONE_KERNEL_NUMEL = 2**22
@@ -50,7 +51,7 @@ def _counted(optimizer, group):
     gradients = optimizer.averaged_gradients[group].targets()
     return [
         gradient
-        for gradient, piece in zip(gradients, optimizer._deepcompile.layouts[group].own_pieces(), strict=True)
+        for gradient, piece in zip(gradients, layouts_of(optimizer)[group].own_pieces(), strict=True)
         # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
         if not getattr(piece.parameter, PIPE_REPLICATED, False)
         and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(piece.parameter))

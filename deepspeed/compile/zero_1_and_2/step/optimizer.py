@@ -15,7 +15,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..engine.state import EngineState
 from ..gradient.registered import registered_parameters
-from ..parameter.runs import own_parameters
 from . import step
 from .even_order import EvenOrder, even_class
 
@@ -85,16 +84,14 @@ class StepLocalGradients(EvenOrder):
         gather = self._deepcompile.gather
         gather.wait_all()
         gather.before_write()
-        for group, master in enumerate(self.single_partition_of_fp32_groups):
-            # A part may have freed the master weights. Then the parameters have their new values already.
-            if master.untyped_storage().nbytes() >= master.nbytes:
-                own_parameters(self, group).write(0, master.data)
+        super().update_lp_params()
         gather.start()
         gather.wait_all()
 
-    def refresh_fp32_params(self) -> None:
+    def _restore_from_bit16_weights(self) -> None:
+        # The engine calls it where a checkpoint has brought parameters alone.
         self._deepcompile.gather.wait_all()
-        super().refresh_fp32_params()
+        super()._restore_from_bit16_weights()
 
     def destroy(self) -> None:
         self._deepcompile.let_go()

@@ -72,7 +72,6 @@ def _run(optimizer):
                 pass
         return
 
-    deepcompile.gather.take_changes()
     with deepcompile.updating():
         if transform is not None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):

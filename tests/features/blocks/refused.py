@@ -2,11 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``compile.regional_compilation`` cannot do, and says before anything is changed."""
 
-import pytest
-
-from support.ids import vary
-from support.refusals import Refusal, check_refused, refuse
-from support.training import BOUND
+from support.refusals import Refusal
 
 # By the name under which docs/reference/options.md has them.
 REFUSED = {
@@ -34,22 +30,3 @@ ALSO_REFUSED = {
         amends={"regional_compilation": False},
     ),
 }
-
-
-@pytest.mark.follows(
-    "has no such module outside of another block; {}",
-    "found no blocks that repeat in {}; name their classes in a list",
-    "use the names of its blocks' classes",
-    "which makes a graph of every block; leave one of them out",
-)
-@pytest.mark.quick
-@vary("name", [*REFUSED, *ALSO_REFUSED])
-def test_refused(ranks, name):
-    """An option that cannot be honoured would be ignored, or its refusal would not say what to do or not help."""
-    check_refused(ranks, {**REFUSED, **ALSO_REFUSED}[name])
-
-
-def test_training_after_a_refusal(ranks):
-    """A refused engine would keep hooks on its module."""
-    for refused in ranks(2).run(refuse, REFUSED["compile.regional_compilation"], trains=True):
-        assert refused.error < BOUND

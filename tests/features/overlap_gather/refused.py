@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``compile.overlap_param_gather`` cannot do, and says before anything is changed."""
 
-import pytest
-
-from support.ids import vary
-from support.refusals import Refusal, check_refused
+from support.refusals import Refusal
 
 # By the name under which docs/reference/options.md has them.
 REFUSED = {
@@ -17,11 +14,3 @@ REFUSED = {
         amends={"regional_compilation": ["Linear"]},
     ),
 }
-
-
-@pytest.mark.follows("name its blocks' classes in compile.regional_compilation, or leave this out")
-@pytest.mark.quick
-@vary("name", [*REFUSED])
-def test_refused(ranks, name):
-    """An option that cannot be honoured would be ignored, or its refusal would not say what to do or not help."""
-    check_refused(ranks, REFUSED[name])

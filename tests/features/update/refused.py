@@ -7,11 +7,9 @@
 
 import functools
 
-import pytest
 import torch
 
-from support.ids import vary
-from support.refusals import Refusal, check_refused
+from support.refusals import Refusal
 
 STATES = {"config": {"compile": {"optimizer_states": "8bit"}}, "amends": {"optimizer_states": None}}
 REMAINDERS = {
@@ -53,16 +51,3 @@ ALSO_REFUSED = {
         **REMAINDERS,
     ),
 }
-
-
-@pytest.mark.follows(
-    "{} {}, or leave compile.optimizer_states out",
-    "{} {}, or leave {} out",
-    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these",
-)
-@pytest.mark.quick
-@pytest.mark.table
-@vary("name", [*REFUSED, *ALSO_REFUSED])
-def test_refused(ranks, name):
-    """An option that cannot be honoured would be ignored, or its refusal would not say what to do or not help."""
-    check_refused(ranks, {**REFUSED, **ALSO_REFUSED}[name])

@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out that somebody keeps tensors with the memory of parameters, such as a list of ``parameter.data``.
+"""Finds out that somebody has aliases of parameters: other tensors with their memory, such as a ``parameter.data``.
 
-Such a tensor has a class of its own, so reading it cannot wait for a parameter that is being gathered. But it counts
-as a user of the memory, as each tensor of the engine's own does.
+An alias has a class of its own, so reading it cannot wait for a parameter that is being gathered. But it counts as a
+user of the memory, as each tensor of the engine's own does.
 """
 
 import weakref
@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...zero_1_and_2.gradient.native import users_of
 
 
-class KeptMemory:
+class Aliases:
     """Compares the users of an optimizer's flat tensors with the tensors that DeepSpeed and the engine have there."""
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer):
@@ -24,11 +24,11 @@ class KeptMemory:
         # Of each group, how many tensors beside parameters were known at the last look.
         self._others: List[int] = [0] * len(optimizer.bit16_groups_flat)
 
-    def is_kept(self) -> bool:
+    def exist(self) -> bool:
         """Whether a tensor that neither the engine nor DeepSpeed has shares the memory of parameters.
 
         To be called where no step is under way, which has views of its own. Whoever keeps the outputs of a forward
-        whose backward has not run keeps such tensors, too.
+        whose backward has not run keeps aliases, too.
         """
         optimizer = self._optimizer()
         for group, flat in enumerate(optimizer.bit16_groups_flat):
@@ -43,17 +43,14 @@ class KeptMemory:
 
 def _others(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]:
     """Lists the tensors beside parameters that DeepSpeed has in a group's flat tensor, and that tensor."""
-    parameters = optimizer.bit16_groups[group]
-    links = (getattr(parameter, "_hp_mapping", None) for parameter in parameters)
+    links = (getattr(parameter, "_hp_mapping", None) for parameter in optimizer.bit16_groups[group])
     tensors = [
         optimizer.bit16_groups_flat[group],
-        *optimizer.parallel_partitioned_bit16_groups[group],
         *(link.lp_fragment for link in links if link is not None),
     ]
     # A view keeps the tensor of which it is one.
     tensors += [tensor._base for tensor in tensors if tensor._base is not None]
-    of_parameters = {id(parameter) for parameter in parameters}
-    return list({id(tensor): tensor for tensor in tensors if id(tensor) not in of_parameters}.values())
+    return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _count_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> int:
