@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.gradient.backward import in_backward
+from ..overlap_gather.arriving import is_traced
 from ..overlap_gather.without_values import WITHOUT_VALUES
 from .private_torch import address_of, change_class, without_torch_function
 
@@ -246,6 +247,9 @@ class Resharded(_NextClass):
                 raise shares[0].refusal(what, refusal)
             for share in shares:
                 if not share.gather_with_all(stack):
+                    if is_traced():
+                        # Nothing has ranks compile at the same moment, so none waits for others there.
+                        raise share.refusal("read by code that the caller compiles", refusal)
                     raise share.refusal(what, refusal_alone)
             return _call_with_values(function, (args, kwargs), at_rest, shares)
 
