@@ -228,10 +228,7 @@ def test_the_core_has_no_helper_of_one_part():
 
 def added_by(edits):
     """Returns the lines that edits of the base add: file of the base -> text."""
-    texts = {}
-    for file, _, anchor, replacement in edits:
-        texts[file] = texts.get(file, "") + replacement.replace(anchor, "") + "\n"
-    return texts
+    return {file: "\n".join(new.replace("...", "") for new in changes.values()) for file, changes in edits.items()}
 
 
 def test_the_base_calls_one_file_of_the_core():
