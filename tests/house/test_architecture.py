@@ -63,7 +63,6 @@ WRITERS = {
         "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
         "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
-        "features.update.states": "in the form of 8 bits, of what was loaded",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
