@@ -26,7 +26,7 @@ from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
 from .liveness import bytes_of
-from .long_sequences import Pieces, Unsuitable
+from .long_sequences import Unsuitable
 from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
 
 GIB = 2**30
@@ -169,9 +169,8 @@ class Subject:
         self._say = say
         self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
         self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
-        pieces = Pieces(question.inputs_on_host, question.mlp_tiles, question.loss_tiles)
         # By whether a mode needs blocks.
-        self._runs = {False: Run(model, self.blocks, say, pieces), True: Run(model, self.repeated, say, pieces)}
+        self._runs = {False: Run(model, self.blocks, say, question), True: Run(model, self.repeated, say, question)}
         named = dict(self.model.named_parameters())
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.names = list(self.trained)
