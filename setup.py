@@ -52,9 +52,9 @@ REPLACED = {
 # <name>_base.py.
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
-# Changes of lines in base files: {file: {anchor: new text}}. The anchor must occur exactly once in the file; "..." in
-# the new text stands for it. The new lines name the files in deepspeed/compile/ whose functions they call. These edits
-# are the core's; an optional part has its own in a file edits.py.
+# Changes of lines in base files: {file: {anchor: new text}}. The anchor must occur exactly once in the file; the first
+# "..." in the new text stands for it. The new lines name the files in deepspeed/compile/ whose functions they call.
+# These edits are the core's; an optional part has its own in a file edits.py.
 EDITS = {
     "deepspeed/runtime/engine.py": {
         "from deepspeed.compile.z3_eager_fallback import": (
@@ -259,7 +259,8 @@ def all_edits() -> Iterator[Tuple[str, str, str]]:
     for of_one in edits:
         for name, changes in of_one.items():
             for anchor, new in changes.items():
-                yield name, anchor, new.replace("...", anchor)
+                # The first alone: code of ours may have an ellipsis.
+                yield name, anchor, new.replace("...", anchor, 1)
 
 
 def edit(tree: Path, version: str) -> None:
@@ -269,8 +270,8 @@ def edit(tree: Path, version: str) -> None:
         text = path.read_text() if path.is_file() else ""
         if text.count(anchor) != 1:
             stop(
-                f"an edit of {name} needs a line that deepspeed {version} has {text.count(anchor)} times "
-                f"instead of once: {anchor.strip().splitlines()[0]}"
+                f"an edit of {name} needs text that deepspeed {version} has {text.count(anchor)} times "
+                f"instead of once: {anchor!r}"
             )
         path.write_text(text.replace(anchor, replacement))
 

@@ -220,7 +220,7 @@ def is_there(reference):
 source = functools.cache(inspect.getsource)
 
 
-# Old names of modules -> what the error that they raise names instead.
+# The old name of a module -> what its error names instead.
 MOVED = {
     "deepspeed/compile/zero12.py": "deepspeed.compile.zero_1_and_2",
 }

@@ -492,5 +492,5 @@ def test_anchor_of_an_edit_that_has_gone_is_named(venv, checkout, base, tmp_path
     repin(checkout, hashlib.sha256(archive.read_bytes()).hexdigest())
     sentence = refusal(venv, checkout, offline(archives) | no_torch)
     edit = "an edit of deepspeed/runtime/engine.py"
-    needs = "needs a line that deepspeed 0.19.8 has 0 times instead of once: self.micro_steps += 1"
+    needs = "needs text that deepspeed 0.19.8 has 0 times instead of once: "
     assert f"{edit} {needs}" in sentence

@@ -273,10 +273,10 @@ def _serve(connection, settings, patience):
         # Each function begins alike, whatever ran before it.
         torch._dynamo.reset()
         torch.manual_seed(0)
-        # What this process has imported and still has to collect depends on which tests it ran before.
-        before = 0.0
+        before = cpu_seconds()
         try:
             function = getattr(importlib.import_module(module), name)
+            # What this process has imported and still has to collect depends on which tests it ran before.
             before = cpu_seconds()
             answer = (True, function(*args, **kwargs))
         except BaseException:  # noqa: B902 (told to the test, whatever it is)

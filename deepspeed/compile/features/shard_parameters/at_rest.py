@@ -151,6 +151,15 @@ def refusal_alone(name: str, what: str) -> RuntimeError:
     )
 
 
+def refusal_to_compile(name: str, what: str) -> RuntimeError:
+    """Returns the error of who compiles code of the caller's that reads a parameter at rest."""
+    return RuntimeError(
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; "
+        "call that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
+        "which all ranks enter together"
+    )
+
+
 def refusal_to_save(name: str, what: str) -> RuntimeError:
     """Returns the error of who saves a parameter at rest."""
     return RuntimeError(
@@ -190,7 +199,7 @@ class Resharded(_NextClass):
         with contextlib.ExitStack() as stack:
             share = vars(self)[_SHARE]
             if not share.gather(stack) and not share.gather_with_all(stack):
-                raise share.refusal("copied", refusal_alone)
+                raise share.refusal("copied", refusal_to_compile if is_traced() else refusal_alone)
             return copy.deepcopy(share.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -247,10 +256,8 @@ class Resharded(_NextClass):
                 raise shares[0].refusal(what, refusal)
             for share in shares:
                 if not share.gather_with_all(stack):
-                    if is_traced():
-                        # Nothing has ranks compile at the same moment, so none waits for others there.
-                        raise share.refusal("read by code that the caller compiles", refusal)
-                    raise share.refusal(what, refusal_alone)
+                    # A rank that compiles does not wait for others, which may have compiled this code before.
+                    raise share.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
             return _call_with_values(function, (args, kwargs), at_rest, shares)
 
 
