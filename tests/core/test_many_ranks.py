@@ -4,22 +4,19 @@
 
 import pytest
 
-from support.training import Case, check_trained, train_beside_plain_loop
+from support.training import OVERLAPPED, Case, check_trained, train_beside_plain_loop
 
 RANKS = 64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "compile_section",
-    [
-        {"regional_compilation": True, "overlap_param_gather": True},
-        {"regional_compilation": True, "shard_parameters": "all"},
-    ],
+    "config",
+    [OVERLAPPED, {"compile": {"regional_compilation": True, "shard_parameters": "all"}}],
     ids=["kept", "sharded"],
 )
-def test_many_ranks(ranks, compile_section):
+def test_many_ranks(ranks, config):
     """Most shards are padding alone, and most ranks own nothing of a small parameter: they would send or keep the
     elements of others."""
-    case = Case(model="BlocksWithin", stage=2, accumulation=2, steps=2, config={"compile": compile_section})
+    case = Case(model="BlocksWithin", stage=2, accumulation=2, steps=2, config=config)
     check_trained(ranks(RANKS).run(train_beside_plain_loop, case))

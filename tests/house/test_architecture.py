@@ -80,7 +80,7 @@ WRITERS = {
     },
     "lp_fragment": {
         "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",
-        "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
+        "features.shard_parameters.segments": "leads to this rank's part, where the flat tensor has no memory",
     },
     "torch._dynamo.config": {
         "features.blocks.guards": "guards, until a compilation ends",

@@ -569,10 +569,10 @@ def test_systems_train_alike(package, tmp_path):
     for rank, line in fork["timelines"].items():
         end_of_backward = line["phases"]["backward"][-1][1]
         last = max(index for index, second in enumerate(line["seconds"]) if second <= end_of_backward)
-        held = sum(line["held"][name][last] for name in ("gradient targets", "gradients on their way"))
-        # What the profiler sees is what the reducer counts. It does not see what gloo's threads free of what was sent,
-        # which is padded, in this small model by less than a twentieth.
-        assert 0 <= held - fork["ranks"][int(rank)]["counters"]["backward"]["bound"] <= 1.05 * whole
+        # What the profiler sees is what the reducer counts. What is on its way is not compared: gloo copies what it is
+        # given, and the profiler does not see gloo's threads free the copies.
+        bound = fork["ranks"][int(rank)]["counters"]["backward"]["bound"]
+        assert line["held"]["gradient targets"][last] == bound
     table = (tmp_path / "results.md").read_text()
     for rank in fork["ranks"]:
         assert 0 < rank["step_s"] and 0 < rank["first_step_s"]

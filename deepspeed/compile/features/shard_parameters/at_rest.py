@@ -358,56 +358,6 @@ def _with_rest(kind):
     return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
 
 
-class OnFirstRank(torch.Tensor):
-    """An entry of a state dict whose values another rank has. The entry is on the meta device.
-
-    So each rank may prepare a state dict as the first rank does, which saves it.
-    """
-
-    @classmethod
-    def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            result = _plain(function, *args, **(kwargs or {}))
-        except (RuntimeError, TypeError) as error:
-            raise _refusal_to_read() from error
-        if function in WITHOUT_VALUES:
-            return _as_on_first_rank(result)
-        # Torch computes much of a tensor with values and one without, and leaves the result unwritten.
-        if any(map(_has_values, tree_leaves((args[:1], result)))):
-            raise _refusal_to_read()
-        return tree_map(_as_on_first_rank, result)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return memo.setdefault(id(self), on_first_rank(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError(
-            "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "
-            "it; save it on rank 0 alone"
-        )
-
-
-def _refusal_to_read():
-    return RuntimeError(
-        "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, and "
-        "another rank was to read it; read engine.module.state_dict() on all ranks"
-    )
-
-
-def _has_values(item):
-    return isinstance(item, torch.Tensor) and not item.is_meta
-
-
-def _as_on_first_rank(item):
-    is_other = isinstance(item, torch.Tensor) and item.is_meta and not isinstance(item, OnFirstRank)
-    return item.as_subclass(OnFirstRank) if is_other else item
-
-
-def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what stands in a state dict for a tensor at rest whose values the first rank has."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(OnFirstRank)
-
-
 def stands_for(tensor: Any) -> Tuple[Any, str]:
     """Returns the unit and the name of the parameter for whose values a tensor at rest stands; for others None, ""."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None

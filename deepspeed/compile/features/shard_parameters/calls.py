@@ -21,8 +21,9 @@ from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
-from .at_rest import OnFirstRank, Resharded, on_first_rank, refusal_of, stands_for
+from .at_rest import Resharded, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
+from .on_first_rank import OnFirstRank, on_first_rank
 from .private_torch import apply_to_tensors
 
 if TYPE_CHECKING:

@@ -58,6 +58,7 @@ class ShardedGather(AllGather):
     def wait_all(self) -> None:
         self._sharded.take_changes()
 
+    # A step reads this rank's shards.
     before_step = wait_all
 
 

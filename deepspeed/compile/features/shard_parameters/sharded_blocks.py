@@ -26,9 +26,9 @@ from .comparison import FIRST_OF_UNITS, UNIT_ID_STRIDE, Comparison
 from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
-from .partitions import give_up_flats, take_partitions
 from .passes import Passes
 from .saved_tensors import saving_handles
+from .segments import give_up_flats, take_partitions
 from .unit import TAKE_IN, Unit
 from .unit_memory import UnitMemory
 

@@ -154,7 +154,7 @@ class Unit:
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
             self.finish_gather()
-            # A stream may have changed parameters, or taken changes over, that are older than the current stream's.
+            # Another stream may still change parameters, or copy earlier changes into this rank's shards.
             self._wait_for_readers()
             self.memory.take_back()
             self.memory.keep_own_part(trained_too=True)

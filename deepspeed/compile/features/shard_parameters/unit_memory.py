@@ -24,9 +24,9 @@ from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.gradient.native import users_of
 from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.messages import warn
-from .partitions import Segment, aligned
 from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
 from .private_torch import address_of, holders_of, version_of, without_torch_function
+from .segments import Segment, aligned
 
 ANOTHER_KIND_OF_TRAINED = (
     "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
