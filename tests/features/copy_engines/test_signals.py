@@ -54,9 +54,8 @@ def test_a_signal_of_another_process_ends_the_wait(words):
     own.expect(PULLED, 3)
     peer = multiprocessing.get_context("fork").Process(target=post)
     peer.start()
-    begun = time.perf_counter()
     own.wait_for_all()
-    assert time.perf_counter() - begun >= 0.05 and words[1, STAGED, 0] == 7
+    assert words[1, STAGED, 0] == 7
     peer.join()
     own.check()
 
@@ -65,7 +64,7 @@ def test_a_signal_of_another_process_ends_the_wait(words):
 def test_numbers_may_wrap_around(words):
     """Without this, a run could hang after 2**32 signals."""
     words[1, STAGED, 0] = signed(2**32 - 2)
-    own = signals(words, timeout=0.2)
+    own = signals(words)
     own.expect(STAGED, 2**32 - 3)
     own.wait_for_all()
     own.expect(STAGED, 1)
@@ -107,7 +106,7 @@ def test_ranks_that_disagree_let_their_streams_go(words):
     assert own.exchange([1]) == [1, 2]
     peer.join()
     own.give_up(reason)
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 60
     while words[1, STAGED, 0] < 5:
         assert time.perf_counter() < deadline
         time.sleep(0.005)
@@ -146,12 +145,12 @@ def test_a_rank_without_numbers_ends_the_exchange(words):
 def test_a_rank_that_does_not_come_ends_all_in_the_sentence_of_a_timeout(words):
     """Without this, streams could wait for ever for a rank that has died, and the host with them."""
     own, other = signals(words, timeout=0.2), signals(words, rank=1)
-    own.expect(STAGED, 5)
     begun = time.perf_counter()
+    own.expect(STAGED, 5)
     with pytest.raises(torch.distributed.DistBackendError, match="could not send") as error:
         with collective("send"):
             own.wait_for_all()
-    assert 0.2 <= time.perf_counter() - begun < 5
+    assert 0.2 <= time.perf_counter() - begun < 60
     assert "rank 0 has waited 0 seconds for a signal of rank 1" in str(error.value)
     # The other rank lives, and finds it in its next call.
     with pytest.raises(torch.distributed.DistBackendError, match="rank 0 has given up"):
@@ -166,7 +165,7 @@ def test_released_words_stay_released(words):
         own.wait_for_all()
     for number in (1, 2):
         words[1, STAGED, 0] = number
-        deadline = time.perf_counter() + 5
+        deadline = time.perf_counter() + 60
         while words[1, STAGED, 0] < 5:
             assert time.perf_counter() < deadline
             time.sleep(0.005)
@@ -185,7 +184,7 @@ def test_a_rank_that_expects_something_after_another_gave_up_is_released(words):
     other.expect(PULLED, 9)
     with pytest.raises(torch.distributed.DistBackendError):
         other.wait_for_all()
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 60
     while words[0, PULLED, 0] < 9:
         assert time.perf_counter() < deadline
         time.sleep(0.005)
