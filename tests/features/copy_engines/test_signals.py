@@ -18,6 +18,8 @@ from deepspeed.compile.features.copy_engines.mapped import SHARED, shared_words
 from deepspeed.compile.features.copy_engines.native import native
 from deepspeed.compile.zero_1_and_2.collectives import collective
 
+from support.ids import vary
+
 pytestmark = pytest.mark.options("compile.copy_engines")
 STAGED, PULLED = 0, 1
 
@@ -157,20 +159,30 @@ def test_a_rank_that_does_not_come_ends_all_in_the_sentence_of_a_timeout(words):
         other.check()
 
 
-def test_released_words_stay_released(words):
-    """Without this, a living rank's stream could write its smaller number over a released word, and others hang."""
+@vary("last", [5, 2**31 + 5])
+def test_released_words_stay_released(words, last):
+    """Without this, a living rank's stream could write its smaller number over a released word, and others hang.
+
+    In a long run, streams would take a released word for a smaller number.
+    """
+    words[:2, STAGED, 0] = signed(last - 3)
     own = signals(words, timeout=0.1)
-    own.expect(STAGED, 5)
+    own.expect(STAGED, last)
     with pytest.raises(torch.distributed.DistBackendError):
         own.wait_for_all()
-    for number in (1, 2):
-        words[1, STAGED, 0] = number
+
+    def are_released():
+        # As a stream compares.
+        return all(signed(int(word) - last) >= 0 for word in words[:2, STAGED, 0])
+
+    for number in (last - 2, last - 1):
+        words[1, STAGED, 0] = signed(number)
         deadline = time.perf_counter() + 60
-        while words[1, STAGED, 0] < 5:
+        while not are_released():
             assert time.perf_counter() < deadline
             time.sleep(0.005)
     # Streams of other ranks wait for this rank's words, and in all channels but the last, which hosts look at.
-    assert bool((words[:2, :-1, 0] >= 5).all())
+    assert bool((words[:2, PULLED:-1, 0] >= 5).all())
 
 
 def test_a_rank_that_expects_something_after_another_gave_up_is_released(words):
