@@ -3,6 +3,7 @@
 """When gradient memory exists, and that nothing keeps it longer or writes to it too early."""
 
 import gc
+import itertools
 import time
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -387,6 +388,10 @@ def test_a_step_returns_every_byte(ranks, stage):
 # Memory that a collective still reads ---------------------------------------------------------------------------
 
 
+# Numbers of runs, for keys in the ranks' store, which lives as long as the ranks.
+RUNS = itertools.count()
+
+
 class Delayed(NamedTuple):
     """What came of training with ranks that start their backwards late."""
 
@@ -397,12 +402,18 @@ class Delayed(NamedTuple):
 def train_with_a_straggler(case, delay):
     """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
     rank, pair, waited = dist.get_rank(), Beside(build(case), case), 0.0
+    store, run, ranks = dist.distributed_c10d._get_default_store(), next(RUNS), range(dist.get_world_size())
     for step in range(case.steps):
         ids = batch(step, 0, rank, 4)
         loss = pair.engine(ids)
-        if step > 0 and rank == step % dist.get_world_size():
-            time.sleep(delay)
         begun = time.monotonic()
+        if step > 0:
+            # So late that the others have begun, whatever else the machine does.
+            store.set(f"rank {rank} begins step {step} of run {run}", "")
+            if rank == step % len(ranks):
+                store.wait([f"rank {other} begins step {step} of run {run}" for other in ranks])
+                time.sleep(delay)
+                begun = time.monotonic()
         pair.engine.backward(loss)
         if loss.is_cuda:
             # There the device waits and not the host.

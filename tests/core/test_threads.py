@@ -105,7 +105,7 @@ def in_threads(functions):
 
 @contextlib.contextmanager
 def meanwhile(function):
-    """Calls ``function()`` without pause in another thread; yields a list that grows with each call."""
+    """Calls ``function()`` again and again in another thread; yields a list that grows with each call."""
     done, calls, errors = threading.Event(), [], []
 
     def call():
@@ -113,6 +113,8 @@ def meanwhile(function):
             while not done.is_set():
                 function()
                 calls.append(None)
+                # Else it takes a whole core while the other thread waits.
+                time.sleep(1e-4)
         except BaseException as error:  # noqa: B902 (raised below)
             errors.append(error)
 
