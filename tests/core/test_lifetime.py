@@ -3,7 +3,6 @@
 """When gradient memory exists, and that nothing keeps it longer or writes to it too early."""
 
 import gc
-import itertools
 import time
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -20,6 +19,7 @@ from support.beside import Beside
 from support.engines import CaseBeside
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, least_allocated_bytes, start
+from support.meeting import new_store
 from support.models import Model
 from support.training import (
     BOUND,
@@ -388,10 +388,6 @@ def test_a_step_returns_every_byte(ranks, stage):
 # Memory that a collective still reads ---------------------------------------------------------------------------
 
 
-# Numbers of runs, for keys in the ranks' store, which lives as long as the ranks.
-RUNS = itertools.count()
-
-
 class Delayed(NamedTuple):
     """What came of training with ranks that start their backwards late."""
 
@@ -402,16 +398,16 @@ class Delayed(NamedTuple):
 def train_with_a_straggler(case, delay):
     """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
     rank, pair, waited = dist.get_rank(), Beside(build(case), case), 0.0
-    store, run, ranks = dist.distributed_c10d._get_default_store(), next(RUNS), range(dist.get_world_size())
+    store, ranks = new_store(), range(dist.get_world_size())
     for step in range(case.steps):
         ids = batch(step, 0, rank, 4)
         loss = pair.engine(ids)
         begun = time.monotonic()
         if step > 0:
             # So late that the others have begun, whatever else the machine does.
-            store.set(f"rank {rank} begins step {step} of run {run}", "")
+            store.set(f"rank {rank} begins step {step}", "")
             if rank == step % len(ranks):
-                store.wait([f"rank {other} begins step {step} of run {run}" for other in ranks])
+                store.wait([f"rank {other} begins step {step}" for other in ranks])
                 time.sleep(delay)
                 begun = time.monotonic()
         pair.engine.backward(loss)

@@ -52,6 +52,7 @@ from support.frozen import (
     trained_on,
 )
 from support.ids import vary
+from support.meeting import new_store
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
 from support.sharded import (
@@ -1050,10 +1051,7 @@ def test_ranks_that_differ(how, shards):
 def saved_by_one():
     """The first rank takes a state dict to save it, and the other one comes when the first one was told."""
     module, engine = make("plain", SHARDED)
-    told, store = [], dist.distributed_c10d._get_default_store()
-    # The store lives as long as the ranks.
-    store.delete_key(key := "the first rank was told")
-    dist.barrier()
+    told, store, key = [], new_store(), "the first rank was told"
 
     def tell(message):
         told.append(message)

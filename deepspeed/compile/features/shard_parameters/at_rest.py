@@ -132,6 +132,11 @@ class _ParamRef:
             )
         return of(self.name, what)
 
+    def refusal_without_others(self, what: str) -> RuntimeError:
+        """Returns the error where :meth:`gather_with_all` has not gathered the parameter. ``what`` as above."""
+        # A rank that compiles does not wait for others, which may have compiled this code before.
+        return self.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
+
 
 def refusal(name: str, what: str) -> RuntimeError:
     """Returns the error for a read of a parameter at rest that does not gather the parameter."""
@@ -199,7 +204,7 @@ class Resharded(_NextClass):
         with contextlib.ExitStack() as stack:
             share = vars(self)[_SHARE]
             if not share.gather(stack) and not share.gather_with_all(stack):
-                raise share.refusal("copied", refusal_to_compile if is_traced() else refusal_alone)
+                raise share.refusal_without_others("copied")
             return copy.deepcopy(share.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -256,8 +261,7 @@ class Resharded(_NextClass):
                 raise shares[0].refusal(what, refusal)
             for share in shares:
                 if not share.gather_with_all(stack):
-                    # A rank that compiles does not wait for others, which may have compiled this code before.
-                    raise share.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
+                    raise share.refusal_without_others(what)
             return _call_with_values(function, (args, kwargs), at_rest, shares)
 
 

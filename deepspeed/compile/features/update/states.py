@@ -65,7 +65,7 @@ class StatesOfAdam:
             orders = getattr(optimizer, "base_orders", None) or base_orders(optimizer, layouts_of(optimizer))
             for states, order in zip(found, orders, strict=True):
                 if is_blockwise(states) and FORM in states:
-                    _refuse_others(states, order)
+                    _refuse_other_forms_and_partitions(states, order)
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Converts loaded states to the form that the optimizer keeps. All ranks call it."""
@@ -82,7 +82,7 @@ class StatesOfAdam:
         """Converts the states of a checkpoint to 8-bit states or fp32 states in the optimizer's order."""
         orders = getattr(optimizer, "base_orders", None)
         order = orders[group] if orders else base_orders(optimizer, layouts_of(optimizer))[group]
-        _refuse_others(states, order)
+        _refuse_other_forms_and_partitions(states, order)
         if orders:
             taken(states, order, master.device)
         else:
@@ -117,7 +117,7 @@ def _refuse_other_forms(states):
         )
 
 
-def _refuse_others(states, order):
+def _refuse_other_forms_and_partitions(states, order):
     """Raises ValueError if 8-bit states of a checkpoint have another form, or are those of another partition."""
     _refuse_other_forms(states)
     blocks, codes = blocks_of(order), -(-order.numel // 4)

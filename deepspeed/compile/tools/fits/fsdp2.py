@@ -11,8 +11,7 @@ so.
 import math
 from typing import Dict, List, NamedTuple, Sequence
 
-from .activations import Activations
-from .liveness import Moment
+from .activations import Activations, Moment
 
 _FP32, _STATES = 4, 12  # bytes of an element: of a gradient, and of a master weight with its moments
 

@@ -28,16 +28,11 @@ class Saved(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A part of a graph's run, or of a step.
+    """A part of a graph's run."""
 
-    Bytes of a graph's run are those beside what was there before; of a step, those without parameters and gradients.
-    """
-
-    most: int  # the most bytes within it
+    most: int  # the most bytes within it, beside those that were there before the graph ran
     after: int  # the bytes at its end, less the gradient with which it ends
-    # What is complete at its end: the index of the graph's result, or the name of the parameter with this gradient.
-    gradient: Any = None
-    block: Optional[int] = None  # the number of the block that runs in the moment of a step, or None
+    gradient: Optional[int] = None  # the index of the graph's result that is complete at its end, or None
 
 
 Life = List[Moment]

@@ -87,9 +87,9 @@ class Reports(Feature):
         return f"DeepCompile compiled {frame.layer or self._rest} in {seconds:.1f} s ({layers}{graph})"
 
 
-FEATURE = Reports
-
-
 def _seconds_of_compilations():
     """Returns the seconds in which this process has compiled frames, and backwards at their first run."""
     return calculate_time_spent()["total_wall_time"]
+
+
+FEATURE = Reports
