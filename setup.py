@@ -52,90 +52,58 @@ REPLACED = {
 # <name>_base.py.
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
-# Changes of lines in base files: (file, name of the edit, anchor, replacement). The anchor must occur exactly once in
-# the file. The new lines name the files in deepspeed/compile/ whose functions they call. These edits are the core's;
-# an optional part has its own in a file edits.py.
-ENGINE = "deepspeed/runtime/engine.py"
-EDITS = (
-    (
-        ENGINE,
-        "import",
-        "from deepspeed.compile.z3_eager_fallback import",
-        "# Lines that name what these imports bring are not DeepSpeed's: setup.py of a fork of it has put them here.\n"
-        "from deepspeed.compile.zero_1_and_2.engine import calls as deepcompile\n"
-        "from deepspeed.compile.z3_eager_fallback import",
-    ),
-    (
-        ENGINE,
-        "call of the module in forward()",
-        "        with deepcompile_z3_forward_context(self) as",
-        "        around = deepcompile.around_forward(self, inputs, kwargs)\n"
-        "        with around as (inputs, kwargs), \\\n"
-        "                deepcompile_z3_forward_context(self) as",
-    ),
-    (
-        ENGINE,
-        "beginning of a backward",
-        "    def _backward_prologue(self):\n        if is_functorch_transforming():\n",
-        "    def _backward_prologue(self):\n"
-        "        if is_functorch_transforming() or not deepcompile.is_own_backward(self):\n",
-    ),
-    (
-        ENGINE,
-        "backward at an output",
-        "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
-        "        deepcompile.announce_backward(self)\n"
-        "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
-    ),
-    (
-        ENGINE,
-        "question whether a micro-batch is the last of a step",
-        "        if self._is_gradient_accumulation_boundary is None:\n",
-        "        deepcompile.settle_if_abandoned(self)\n        if self._is_gradient_accumulation_boundary is None:\n",
-    ),
-    (
-        ENGINE,
-        "end of step()",
-        "        self._running_engine_step = False\n        self.micro_steps += 1\n",
-        "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
-        "        self.micro_steps += 1\n        if at_boundary:\n"
-        "            deepcompile.after_step(self)\n",
-    ),
-    (
-        ENGINE,
-        "zero_grad()",
-        "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
-        "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"
-        "        deepcompile.drop_gradients(self)\n\n",
-    ),
-    (
-        ENGINE,
-        "end of compile()",
-        "self.module.compile(**{**compile_kwargs, 'backend': backend})",
-        "deepcompile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
-    ),
-    # Otherwise the parameters are linked with states in the order of the model, and they lie in another order.
-    (
-        "deepspeed/runtime/zero/stage_1_and_2.py",
-        "places of parameters in round robin order",
-        "            if any(self.round_robin_bit16_padding[i]):\n",
-        "            if self.round_robin_gradients or any(self.round_robin_bit16_padding[i]):\n",
-    ),
-    # A later engine of the same parameters has links of its own.
-    (
-        "deepspeed/runtime/zero/stage_1_and_2.py",
-        "links that destroy() drops",
-        "                if getattr(p, '_hp_mapping', None):\n",
-        "                links = getattr(p, '_hp_mapping', None)\n"
-        "                if links and links.gradient_dict is self.averaged_gradients:\n",
-    ),
-    (
-        "deepspeed/ops/op_builder/builder.py",
-        "build at first use",
-        "        from torch.utils.cpp_extension import load\n",
-        "        # In a folder for all that the build depends on.\n        from .build_folder import load\n",
-    ),
-)
+# Changes of lines in base files: {file: {anchor: new text}}. The anchor must occur exactly once in the file; the first
+# "..." in the new text stands for it. The new lines name the files in deepspeed/compile/ whose functions they call.
+# These edits are the core's; an optional part has its own in a file edits.py.
+EDITS = {
+    "deepspeed/runtime/engine.py": {
+        "from deepspeed.compile.z3_eager_fallback import": (
+            "# Lines that name what these imports bring are not DeepSpeed's: "
+            "setup.py of a fork of it has put them here.\n"
+            "from deepspeed.compile.zero_1_and_2.engine import calls as deepcompile\n..."
+        ),
+        "        with deepcompile_z3_forward_context(self) as": (
+            "        around = deepcompile.around_forward(self, inputs, kwargs)\n"
+            "        with around as (inputs, kwargs), \\\n"
+            "                deepcompile_z3_forward_context(self) as"
+        ),
+        "    def _backward_prologue(self):\n        if is_functorch_transforming():\n": (
+            "    def _backward_prologue(self):\n"
+            "        if is_functorch_transforming() or not deepcompile.is_own_backward(self):\n"
+        ),
+        "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n": (
+            "        deepcompile.announce_backward(self)\n..."
+        ),
+        "        if self._is_gradient_accumulation_boundary is None:\n": (
+            "        deepcompile.settle_if_abandoned(self)\n..."
+        ),
+        "        self.micro_steps += 1\n": (
+            "        at_boundary = self.is_gradient_accumulation_boundary()\n"
+            "...        if at_boundary:\n            deepcompile.after_step(self)\n"
+        ),
+        # The end of zero_grad().
+        "\n    def clip_fp32_gradients(": "        deepcompile.drop_gradients(self)\n...",
+        "self.module.compile(**{**compile_kwargs, 'backend': backend})": (
+            "deepcompile.compile_module(self, **{**compile_kwargs, 'backend': backend})"
+        ),
+    },
+    "deepspeed/runtime/zero/stage_1_and_2.py": {
+        # Otherwise the parameters are linked with states in the order of the model, and they lie in another order.
+        "            if any(self.round_robin_bit16_padding[i]):\n": (
+            "            if self.round_robin_gradients or any(self.round_robin_bit16_padding[i]):\n"
+        ),
+        # A later engine of the same parameters has links of its own.
+        "                if getattr(p, '_hp_mapping', None):\n": (
+            "                links = getattr(p, '_hp_mapping', None)\n"
+            "                if links and links.gradient_dict is self.averaged_gradients:\n"
+        ),
+    },
+    "deepspeed/ops/op_builder/builder.py": {
+        "        from torch.utils.cpp_extension import load\n": (
+            "        # In a folder for all that the build depends on.\n        from .build_folder import load\n"
+        ),
+    },
+}
 
 # The source archive carries these folders twice, once at the top and once inside the package.
 CSRC_COPIES = ("csrc", "deepspeed/ops/csrc")
@@ -278,28 +246,32 @@ def lay_over(tree: Path, ours: List[str], version: str, link: bool) -> None:
     shutil.copy2(ROOT / "NOTICE", tree)
 
 
-def all_edits() -> List[Tuple[str, str, str, str]]:
-    """Return EDITS, and behind them the edits of the optional parts that deepspeed/compile/parts.py names."""
-    edits = list(EDITS)
+def all_edits() -> Iterator[Tuple[str, str, str]]:
+    """Yield (file, anchor, replacement) of EDITS, and then of the parts that deepspeed/compile/parts.py names."""
+    edits = [EDITS]
     for part in runpy.run_path(str(COMPILE / "parts.py"))["NAMES"]:
         folder = COMPILE / part.replace(".", "/")
         if not folder.is_dir():
             stop(f"{COMPILE / 'parts.py'} names {part}, but there is no folder {folder}.")
         file = folder / "edits.py"
         if file.is_file():
-            edits += runpy.run_path(str(file))["EDITS"]
-    return edits
+            edits.append(runpy.run_path(str(file))["EDITS"])
+    for of_one in edits:
+        for name, changes in of_one.items():
+            for anchor, new in changes.items():
+                # The first alone: code of ours may have an ellipsis.
+                yield name, anchor, new.replace("...", anchor, 1)
 
 
 def edit(tree: Path, version: str) -> None:
     """Make the changes of all_edits()."""
-    for name, what, anchor, replacement in all_edits():
+    for name, anchor, replacement in all_edits():
         path = tree / name
         text = path.read_text() if path.is_file() else ""
         if text.count(anchor) != 1:
             stop(
-                f"the edit '{what}' of {name} needs a line that deepspeed {version} has {text.count(anchor)} times "
-                f"instead of once: {anchor.strip().splitlines()[0]}"
+                f"an edit of {name} needs text that deepspeed {version} has {text.count(anchor)} times "
+                f"instead of once: {anchor!r}"
             )
         path.write_text(text.replace(anchor, replacement))
 

@@ -5,6 +5,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -122,9 +123,11 @@ def _python_path(folder: Path, site: str | None) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    # Below the ephemeral range, from which the kernel may give the port to any connection before a rank binds it.
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.randrange(20000, 32000)))
+            return probe.getsockname()[1]
 
 
 def _held_locks(group: int) -> list[Path]:

@@ -16,6 +16,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 
 from support.checkpoints import Compared, Run, assert_same, backward, compared, sequences, start, state, train
 from support.ids import vary
+from support.lifetime import alive_soon
 from support.training import device
 
 INCLUDED = [
@@ -140,7 +141,7 @@ def offload_one_kind(run, kind):
     before = in_use()
     with copies if on_cpu else contextlib.nullcontext():
         engine.offload_states(include=[kind])
-        kept = sum(not storage.expired() for storage in weak)
+        kept = alive_soon(weak)
         freed = size if on_cpu else before - in_use()
         found = expected
         if kind is OffloadStateTypeEnum.optim_states:

@@ -19,6 +19,7 @@ from support.beside import Beside
 from support.engines import CaseBeside
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, least_allocated_bytes, start
+from support.meeting import new_store
 from support.models import Model
 from support.training import (
     BOUND,
@@ -397,12 +398,18 @@ class Delayed(NamedTuple):
 def train_with_a_straggler(case, delay):
     """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
     rank, pair, waited = dist.get_rank(), Beside(build(case), case), 0.0
+    store, ranks = new_store(), range(dist.get_world_size())
     for step in range(case.steps):
         ids = batch(step, 0, rank, 4)
         loss = pair.engine(ids)
-        if step > 0 and rank == step % dist.get_world_size():
-            time.sleep(delay)
         begun = time.monotonic()
+        if step > 0:
+            # So late that the others have begun, whatever else the machine does.
+            store.set(f"rank {rank} begins step {step}", "")
+            if rank == step % len(ranks):
+                store.wait([f"rank {other} begins step {step}" for other in ranks])
+                time.sleep(delay)
+                begun = time.monotonic()
         pair.engine.backward(loss)
         if loss.is_cuda:
             # There the device waits and not the host.

@@ -16,7 +16,7 @@ from deepspeed.ops.op_builder import build_folder
 
 PROGRAM = pytest.mark.program("deepspeed/ops/op_builder")
 
-LONGEST = 60  # seconds
+LONGEST = 400  # seconds
 # The builder of the fork's own native code, and one of DeepSpeed's own.
 BUILDERS = {
     "dc": "dc.DeepCompileBuilder().jit_load()",

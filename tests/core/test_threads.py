@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
+from support.meeting import new_store
 from support.reducers import register
 from support.training import device
 
@@ -105,7 +106,7 @@ def in_threads(functions):
 
 @contextlib.contextmanager
 def meanwhile(function):
-    """Calls ``function()`` without pause in another thread; yields a list that grows with each call."""
+    """Calls ``function()`` again and again in another thread; yields a list that grows with each call."""
     done, calls, errors = threading.Event(), [], []
 
     def call():
@@ -113,6 +114,8 @@ def meanwhile(function):
             while not done.is_set():
                 function()
                 calls.append(None)
+                # Else it takes a whole core while the other thread waits.
+                time.sleep(1e-4)
         except BaseException as error:  # noqa: B902 (raised below)
             errors.append(error)
 
@@ -275,13 +278,12 @@ def call_while_the_reducer_waits(name):
 
     Meanwhile this thread lets the other rank go on, which is possible only if no thread has kept the interpreter.
     """
-    store = dist.distributed_c10d._get_default_store()
+    store, key, right = new_store(), "go on", []
     (group,) = together(1)
     registered = Registered(group, count=2)
     registered.reducer.begin_backward(True)
     for parameter in registered.parameters:
         registered.reduce(parameter, 3.0)
-    key, right = f"go on {registered.reducer.identity}", []
     if dist.get_rank() == 1:
         store.wait([key], datetime.timedelta(seconds=30))
         right.append(registered.finish(3.0))

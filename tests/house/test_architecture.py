@@ -63,7 +63,6 @@ WRITERS = {
         "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
         "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
-        "features.update.states": "in the form of 8 bits, of what was loaded",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
@@ -228,10 +227,7 @@ def test_the_core_has_no_helper_of_one_part():
 
 def added_by(edits):
     """Returns the lines that edits of the base add: file of the base -> text."""
-    texts = {}
-    for file, _, anchor, replacement in edits:
-        texts[file] = texts.get(file, "") + replacement.replace(anchor, "") + "\n"
-    return texts
+    return {file: "\n".join(new.replace("...", "") for new in changes.values()) for file, changes in edits.items()}
 
 
 def test_the_base_calls_one_file_of_the_core():

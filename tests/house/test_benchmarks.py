@@ -544,7 +544,7 @@ def test_systems_train_alike(package, tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
     systems = ["fork", "fork as one graph", "base", "FSDP2, kept", "FSDP2, resharded"]
-    options = ["--systems", *systems, "--cases", "accumulation", "--limit", "200", "--out", str(tmp_path)]
+    options = ["--systems", *systems, "--cases", "accumulation", "--limit", "300", "--out", str(tmp_path)]
     finished = compare(*options, "--", "--backend", "eager", "--layers", "2", "--steps", "3", "--warm", "1")
     assert finished.returncode == 0, finished.stdout
     results = json.loads((tmp_path / "results.json").read_text())["accumulation"]
@@ -569,10 +569,10 @@ def test_systems_train_alike(package, tmp_path):
     for rank, line in fork["timelines"].items():
         end_of_backward = line["phases"]["backward"][-1][1]
         last = max(index for index, second in enumerate(line["seconds"]) if second <= end_of_backward)
-        held = sum(line["held"][name][last] for name in ("gradient targets", "gradients on their way"))
-        # What the profiler sees is what the reducer counts. It does not see what gloo's threads free of what was sent,
-        # which is padded, in this small model by less than a twentieth.
-        assert 0 <= held - fork["ranks"][int(rank)]["counters"]["backward"]["bound"] <= 1.05 * whole
+        # What the profiler sees is what the reducer counts. What is on its way is not compared: gloo copies what it is
+        # given, and the profiler does not see gloo's threads free the copies.
+        bound = fork["ranks"][int(rank)]["counters"]["backward"]["bound"]
+        assert line["held"]["gradient targets"][last] == bound
     table = (tmp_path / "results.md").read_text()
     for rank in fork["ranks"]:
         assert 0 < rank["step_s"] and 0 < rank["first_step_s"]
@@ -592,7 +592,7 @@ def test_systems_train_alike_in_float8(tmp_path):
     pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
     options = ["--systems", "fork", "FSDP2, kept, float8 gathered", "--cases", "checkpoint", "--out", str(tmp_path)]
     settings = "--backend eager --layers 1 --steps 3 --warm 1 --float8 tensorwise"
-    finished = compare(*options, "--limit", "400", "--", *settings.split())
+    finished = compare(*options, "--limit", "700", "--", *settings.split())
     assert finished.returncode == 0, finished.stdout
     assert "every layer checkpointed, float8 tensorwise by torchao" in finished.stdout
     fork, gathered = json.loads((tmp_path / "results.json").read_text())["checkpoint"].values()

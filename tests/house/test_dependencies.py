@@ -220,20 +220,14 @@ def is_there(reference):
 source = functools.cache(inspect.getsource)
 
 
-# Old names of modules -> what the error that they raise names instead.
+# The old name of a module -> what its error names instead.
 MOVED = {
-    "deepspeed/compile/features/fits.py": "deepspeed.compile.fits",
-    "deepspeed/compile/features/memory_picture.py": "deepspeed.compile.memory_picture",
-    "deepspeed/compile/features/shard_frozen.py": "deepspeed.compile.features.shard_parameters",
     "deepspeed/compile/zero12.py": "deepspeed.compile.zero_1_and_2",
 }
 
 
 @pytest.mark.follows(
     "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now",
-    "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now",
-    "deepspeed.compile.features.fits is deepspeed.compile.fits now",
-    "deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now",
 )
 def test_every_file_can_be_imported():
     """A file that few trainings need would import a name that is gone."""

@@ -18,16 +18,14 @@ from house.test_architecture import needs
 
 from deepspeed.compile.parts import NAMES
 
-from support import cpu_budget
-
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 SOURCES = ("NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
 COMPILE = Path("deepspeed", "compile")
 ARCHIVES = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive")
 # Seconds that the core's tests may take without a part, so that tests that hang end. They took 26 with two cores that
-# other work shared, 45 where torch had kept no graphs, and 55 to 60 beside two other processes of tests (2026-11-28).
-MOST_SECONDS = 120
+# other work shared, and 60 beside two other processes of tests (2026-11-28); a busier machine takes any time.
+MOST_SECONDS = 900
 # Written by the base's setup.py when the package is installed.
 BUILT = "git_version_info_installed.py"
 
@@ -103,7 +101,7 @@ def test_the_core_does_without(name, tmp_path):
     printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
     assert printed.split("\n")[-2].startswith(str(package))
     command = [shutil.which("pytest"), "-q", "-m", "core", "--fewer-cases", "-p", "no:cacheprovider", *files]
-    returncode, output = run_within(MOST_SECONDS * cpu_budget.slowness(), command, cwd=TESTS, env=environment)
+    returncode, output = run_within(MOST_SECONDS, command, cwd=TESTS, env=environment)
     assert returncode == 0, output
 
 

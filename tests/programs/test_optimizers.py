@@ -17,7 +17,6 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.compile.features.update.adam import AdamStep
 from deepspeed.compile.features.update.own_ranges import OwnStep
-from deepspeed.compile.features.update.refused import states_that_stay_in_fp32
 from deepspeed.compile.tools.memory_picture.of_engine import tensors_of
 from deepspeed.compile.tools.memory_picture.record import Recording, phase
 from deepspeed.compile.zero_1_and_2.layout import Layout
@@ -25,7 +24,6 @@ from deepspeed.compile.zero_1_and_2.step.own_step import WholeStep
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from support.beside import warnings_logged
 from support.ids import case_ids, vary
 from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
 from support.optimizers import Momentum
@@ -334,67 +332,6 @@ def test_states_that_cannot_be_cut(ranks, name, stage):
         assert result.error < BOUND and result.kinds == ["OptimState8bit" if known.package == "torchao" else "Uncut"]
         assert result.said == [f"{uncut} not found in optimizer state fragment"]
         assert result.counts == ([3.0] if other else [])
-
-
-def quantized_with(block_size):
-    """Returns what is warned of where a partition has 7168 elements, and what its states are."""
-    known = KNOWN["AdamW8bit of torchao"]
-    known = known._replace(settings={**known.settings, "block_size": block_size})
-    module = Layers(56, 4).to(device())
-    with warnings_logged() as lines, as_traced(True):
-        engine = engine_of(known.make(parameter_groups(module, 1)), module, True, 1)
-        engine.backward(engine(inputs(module, 0)))
-        engine.step()
-    (state,) = engine.optimizer.optimizer.state.values()
-    engine.destroy()
-    return [line for line in lines if "AdamW8bit" in line], type(state["exp_avg"]).__name__
-
-
-@pytest.mark.follows(
-    "does not divide partitions of {} elements; {}",
-    "give it block_size={}",
-    "leave it so, or use Adam or AdamW of torch",
-)
-def test_states_that_stay_in_fp32(ranks):
-    """Who asked for states in 8 bits would have them in fp32, and not know which block size helps."""
-    pytest.importorskip("torchao")
-    for block_size, remedy in (
-        (2048, "give it block_size=1024"),
-        # As is advised, other tests train AdamW with such partitions in 8 bits.
-        (100, "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"),
-    ):
-        first, last = ranks(2).run(quantized_with, block_size)
-        assert last == ([], "Tensor"), "rank 0 alone warns"
-        assert first[1] == "Tensor" and [line.partition(": ")[2] for line in first[0]] == [
-            f"AdamW8bit of torchao keeps states in fp32, because its block_size={block_size} does not divide "
-            f"partitions of 7168 elements; {remedy}"
-        ]
-    assert ranks(2).run(quantized_with, 1024) == 2 * [([], "OptimState8bit")]
-
-
-class LowBit(torch.optim.AdamW):
-    """Has what the warning reads of torchao's optimizers."""
-
-    __module__ = "torchao.optim.adam"
-    block_size = 256
-
-
-@pytest.mark.quick
-@vary(
-    "sizes, remedy",
-    [
-        ((6272, 4224, 4000), "partitions of 6272, 4224 elements; give it block_size=128"),
-        ((512, 8192), None),
-        ((8192, 7200), "partitions of 7200 elements; leave it so, or use Adam or AdamW of torch with "),
-        ((4098, 4100), "partitions of 4098, 4100 elements; leave it so, or use Adam or AdamW of torch with "),
-    ],
-    expects="remedy",
-)
-def test_one_block_size_for_all_groups(sizes, remedy):
-    """The block size that is advised for one parameter group would leave another group's states in fp32."""
-    warned = [*states_that_stay_in_fp32(LowBit([torch.zeros(1)]), [*sizes])]
-    assert len(warned) == (remedy is not None)
-    assert all(remedy in text for text in warned)
 
 
 class Averaged(NamedTuple):

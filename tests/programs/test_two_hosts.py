@@ -20,7 +20,7 @@ PROGRAM = ("--module", "support.on_hosts")
 STEPS = 3
 # Seconds after which a collective gives up, and after which a host that lost the other must have ended. Torch's own
 # timeout is half an hour.
-TIMEOUT, PATIENCE = 30, 180
+TIMEOUT, PATIENCE = 60, 300
 # A thread of gloo's that drops a Python tensor takes the interpreter's lock. If Python ends at that moment, CPython
 # before 3.14 unwinds the thread through a destructor of torch's, and the C++ library ends the process:
 # https://github.com/pytorch/pytorch/issues/190489

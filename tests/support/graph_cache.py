@@ -47,7 +47,7 @@ SUPPORTED = backend is not None and hasattr(debugging, "AOTEagerOutputCode")
 
 
 # The parts that do something when a graph is compiled, and leave the graph as it is.
-_LOOK_ON = ("blocks", "progress", "overlap_gather")
+_LOOK_ON = ("blocks", "reports", "overlap_gather")
 
 
 def _parts_that_shape_graphs():

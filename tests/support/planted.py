@@ -378,4 +378,41 @@ FAULTS = {
         },
         ("features/muon/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
     ),
+    # Copy engines ---------------------------------------------------------------------------------------------------
+    "slot staged again before all peers have pulled it": Fault(
+        CPP + "schedule.cpp",
+        {"if (number >= shape.slots) {": "if (number > shape.slots) {"},
+        ("features/copy_engines/test_schedule.py",),
+    ),
+    "portion pulled before it is staged": Fault(
+        CPP + "schedule.cpp",
+        {"            wait.number = numbered;\n": "            wait.number = numbered - 1;\n"},
+        ("features/copy_engines/test_schedule.py",),
+    ),
+    "words released for signals of before": Fault(
+        CPP + "signals.cpp",
+        {"    last_[static_cast<size_t>(channel)] = number;\n": ""},
+        ("features/copy_engines/test_signals.py",),
+    ),
+    # What is mended of others, and what is estimated ----------------------------------------------------------------
+    "rates of removed groups stay": Fault(
+        "compile/fixes/base/schedulers.py",
+        {"list(itertools.compress(entries, kept))": "list(entries)"},
+        ("fixes/base/test_schedulers.py",),
+    ),
+    "memory of inputs on the host grows with each step": Fault(
+        "compile/fixes/base/inputs_on_host.py",
+        {"            manager._pool_cpu_buffer(tracked[-1], tracked[0])\n": "            pass\n"},
+        ("fixes/base/test_inputs_on_host.py",),
+    ),
+    "backward reads a buffer that has changed": Fault(
+        FEATURES + "activation_budget/split.py",
+        {"        copied.meta[_IS_KEPT] = True\n": ""},
+        ("features/activation_budget/test_activation_budget.py",),
+    ),
+    "estimate without unreduced gradients": Fault(
+        "compile/tools/fits/gradients.py",
+        {'counters["bucket"] + counters["unreduced"] + bound()': 'counters["bucket"] + bound()'},
+        ("tools/fits/test_fits.py",),
+    ),
 }

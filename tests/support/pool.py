@@ -270,14 +270,18 @@ def _serve(connection, settings, patience):
             module, name, args, kwargs = connection.recv()
         except EOFError:
             return
-        before = cpu_seconds()
         # Each function begins alike, whatever ran before it.
         torch._dynamo.reset()
         torch.manual_seed(0)
+        before = cpu_seconds()
         try:
-            answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
+            function = getattr(importlib.import_module(module), name)
+            # What this process has imported and still has to collect depends on which tests it ran before.
+            before = cpu_seconds()
+            answer = (True, function(*args, **kwargs))
         except BaseException:  # noqa: B902 (told to the test, whatever it is)
             answer = (False, traceback.format_exc())
+        spent = cpu_seconds() - before
         # An engine that is collected later, while another test traces a graph, is destroyed a second time there, and
         # the base then asks real tensors whether they are pinned under the tracer's fake ones: it takes minutes.
         gc.collect()
@@ -287,4 +291,4 @@ def _serve(connection, settings, patience):
             modules = len(sys.modules)
         # ZeRO-3 replaces it for the life of a process, and torch 2.11 compiles the replacement wrongly.
         torch.nn.functional.linear = linear
-        connection.send((*answer, cpu_seconds() - before))
+        connection.send((*answer, spent))

@@ -103,11 +103,6 @@ REFUSED = {
     "nothing near": Refusal(
         {"enabled": True}, "compile.enabled is not an option; use one of these names: activation_memory_budget, ", [{}]
     ),
-    "old name": Refusal(
-        {"shard_frozen": True},
-        "compile.shard_frozen is shard_parameters now; set it to ",
-        [{"shard_parameters": "frozen"}, {}],
-    ),
     "no blocks": Refusal(
         {"regional_compilation": []},
         "compile.regional_compilation names no classes; name some, or set it to ",
@@ -216,7 +211,6 @@ REFUSED = {
 @pytest.mark.options("compile.keep_gathered")
 @pytest.mark.follows(
     "is no number of blocks; set it to one, which may be 0",
-    'compile.shard_frozen is shard_parameters now; set it to "frozen"',
     "works on blocks; set compile.regional_compilation to true",
     "that compile.shard_parameters shards stay whole; set that too",
     "{} is not an option; {}: {}",

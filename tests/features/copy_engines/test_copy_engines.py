@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed.compile.features.copy_engines import mapped
 from deepspeed.compile.features.copy_engines.possible import why_impossible, why_not_on_this_rank
 
-from support.lifetime import backward, start
+from support.lifetime import alive_soon, backward, start
 from support.training import Case
 
 PROGRAM = Path(__file__).with_name("carry.py")
@@ -70,10 +70,10 @@ def memory_that_is_left():
     memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.bit16_groups_flat]
     assert memory and not any(each.expired() for each in memory)
     engine.offload_states()
-    left = [not each.expired() for each in memory]
+    left = alive_soon(memory)
     engine.reload_states()
     engine.destroy()
-    return any(left)
+    return left > 0
 
 
 @pytest.mark.options("compile.copy_engines")

@@ -18,6 +18,8 @@ from deepspeed.compile.features.copy_engines.mapped import SHARED, shared_words
 from deepspeed.compile.features.copy_engines.native import native
 from deepspeed.compile.zero_1_and_2.collectives import collective
 
+from support.ids import vary
+
 pytestmark = pytest.mark.options("compile.copy_engines")
 STAGED, PULLED = 0, 1
 
@@ -54,9 +56,8 @@ def test_a_signal_of_another_process_ends_the_wait(words):
     own.expect(PULLED, 3)
     peer = multiprocessing.get_context("fork").Process(target=post)
     peer.start()
-    begun = time.perf_counter()
     own.wait_for_all()
-    assert time.perf_counter() - begun >= 0.05 and words[1, STAGED, 0] == 7
+    assert words[1, STAGED, 0] == 7
     peer.join()
     own.check()
 
@@ -65,7 +66,7 @@ def test_a_signal_of_another_process_ends_the_wait(words):
 def test_numbers_may_wrap_around(words):
     """Without this, a run could hang after 2**32 signals."""
     words[1, STAGED, 0] = signed(2**32 - 2)
-    own = signals(words, timeout=0.2)
+    own = signals(words)
     own.expect(STAGED, 2**32 - 3)
     own.wait_for_all()
     own.expect(STAGED, 1)
@@ -107,7 +108,7 @@ def test_ranks_that_disagree_let_their_streams_go(words):
     assert own.exchange([1]) == [1, 2]
     peer.join()
     own.give_up(reason)
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 60
     while words[1, STAGED, 0] < 5:
         assert time.perf_counter() < deadline
         time.sleep(0.005)
@@ -146,32 +147,42 @@ def test_a_rank_without_numbers_ends_the_exchange(words):
 def test_a_rank_that_does_not_come_ends_all_in_the_sentence_of_a_timeout(words):
     """Without this, streams could wait for ever for a rank that has died, and the host with them."""
     own, other = signals(words, timeout=0.2), signals(words, rank=1)
-    own.expect(STAGED, 5)
     begun = time.perf_counter()
+    own.expect(STAGED, 5)
     with pytest.raises(torch.distributed.DistBackendError, match="could not send") as error:
         with collective("send"):
             own.wait_for_all()
-    assert 0.2 <= time.perf_counter() - begun < 5
+    assert 0.2 <= time.perf_counter() - begun < 60
     assert "rank 0 has waited 0 seconds for a signal of rank 1" in str(error.value)
     # The other rank lives, and finds it in its next call.
     with pytest.raises(torch.distributed.DistBackendError, match="rank 0 has given up"):
         other.check()
 
 
-def test_released_words_stay_released(words):
-    """Without this, a living rank's stream could write its smaller number over a released word, and others hang."""
+@vary("last", [5, 2**31 + 5])
+def test_released_words_stay_released(words, last):
+    """Without this, a living rank's stream could write its smaller number over a released word, and others hang.
+
+    In a long run, streams would take a released word for a smaller number.
+    """
+    words[:2, STAGED, 0] = signed(last - 3)
     own = signals(words, timeout=0.1)
-    own.expect(STAGED, 5)
+    own.expect(STAGED, last)
     with pytest.raises(torch.distributed.DistBackendError):
         own.wait_for_all()
-    for number in (1, 2):
-        words[1, STAGED, 0] = number
-        deadline = time.perf_counter() + 5
-        while words[1, STAGED, 0] < 5:
+
+    def are_released():
+        # As a stream compares.
+        return all(signed(int(word) - last) >= 0 for word in words[:2, STAGED, 0])
+
+    for number in (last - 2, last - 1):
+        words[1, STAGED, 0] = signed(number)
+        deadline = time.perf_counter() + 60
+        while not are_released():
             assert time.perf_counter() < deadline
             time.sleep(0.005)
     # Streams of other ranks wait for this rank's words, and in all channels but the last, which hosts look at.
-    assert bool((words[:2, :-1, 0] >= 5).all())
+    assert bool((words[:2, PULLED:-1, 0] >= 5).all())
 
 
 def test_a_rank_that_expects_something_after_another_gave_up_is_released(words):
@@ -185,7 +196,7 @@ def test_a_rank_that_expects_something_after_another_gave_up_is_released(words):
     other.expect(PULLED, 9)
     with pytest.raises(torch.distributed.DistBackendError):
         other.wait_for_all()
-    deadline = time.perf_counter() + 5
+    deadline = time.perf_counter() + 60
     while words[0, PULLED, 0] < 9:
         assert time.perf_counter() < deadline
         time.sleep(0.005)

@@ -16,7 +16,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from support.checkpoints import to_universal
 from support.ids import vary
-from support.lifetime import allocated_bytes, take_elsewhere
+from support.lifetime import least_allocated_bytes, take_elsewhere
 from support.muon import Training, check, momenta, seen, start, train, train_beside
 from support.options import outcome
 from support.training import device, relative_error
@@ -105,12 +105,12 @@ def kept_by_steps(training):
     gc.collect()
     before = _storages()
     train(engine, training, [0])
-    allocated = allocated_bytes(device().type == "cuda")
+    allocated = least_allocated_bytes(device().type == "cuda")
     train(engine, training, [1, 2])
     # On a CPU, small parameters lie where they arrive together until somebody waits for them.
     wait_for_parameters(engine)
     gc.collect()
-    allocated = allocated_bytes(device().type == "cuda") - allocated
+    allocated = least_allocated_bytes(device().type == "cuda") - allocated
     new = sum(size for place, size in _storages().items() if place not in before)
     states = [value for state in engine.optimizer.optimizer.state.values() for value in state.values()]
     sizes = [state.nbytes for state in states if isinstance(state, torch.Tensor) and state.numel() > SMALL]

@@ -152,6 +152,17 @@ def read_at_rest(folder):
     return said, all(works) and not any("save" in text for text in said)
 
 
+def read_by_compiled_code(folder):
+    """Code that the caller compiles reads parameters, at rest and then within the context."""
+    module, engine = make("all")
+    norm = torch.compile(lambda weights: sum(weight.square().sum() for weight in weights), backend="eager")
+    said = [outcome(norm, list(module.parameters()))]
+    with unsharded_parameters(engine):
+        expected = sum(weight.square().sum() for weight in module.parameters())
+        works = torch.equal(norm(list(module.parameters())), expected)
+    return said, trains(engine, module) and works
+
+
 def saved_at_rest(folder):
     """A parameter is saved at rest, and then in each of the ways that the error names."""
     module, engine = make("all")
@@ -270,6 +281,7 @@ REMEDIES = {
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
     read_at_rest: "here; do it within `with unsharded_parameters(engine):` of",
+    read_by_compiled_code: "cannot gather it; call that code within `with unsharded_parameters(",
     saved_in_objects: "cannot be saved as a part of client_state here; do it within `with unsharded_parameters(",
     saved_at_rest: "which all ranks enter together, or save with engine.save_checkpoint()",
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
@@ -287,6 +299,7 @@ REMEDIES = {
     "and its engine was destroyed; make another engine of the model, or destroy",
     "run the backward before destroy(), or the forward again",
     "and cannot be {} here; do it within `with unsharded_parameters(engine):`",
+    "and compiled code cannot gather it; call that code within `with unsharded_parameters(engine):`",
     ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's",
     "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
     "cannot move it to the host; name other states in include=[...]",
@@ -296,7 +309,7 @@ REMEDIES = {
 def test_what_messages_advise(ranks, tmp_path, remedy):
     """Who does as a message says would meet the next error, or train a model without its values."""
     (sentence,) = (sentence for function, sentence in REMEDIES.items() if function.__name__ == remedy)
-    for rank, (said, works) in enumerate(ranks(2).run(globals()[remedy], str(tmp_path), timeout=100)):
+    for rank, (said, works) in enumerate(ranks(2).run(globals()[remedy], str(tmp_path), timeout=300)):
         assert works
         assert all(sentence in each for each in said)
         assert said or (remedy == "saved_elsewhere" and rank == 0)

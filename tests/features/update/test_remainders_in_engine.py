@@ -667,7 +667,7 @@ def fail_on_one_rank(run, rank):
 @vary("rank", [0, 1])
 def test_a_set_up_that_fails_late_on_one_rank(ranks, rank):
     """The other rank would wait for parameters that never come, or one rank train on without its master weights."""
-    answers = ranks(2).run(fail_on_one_rank, run_of(accumulation=1), rank, timeout=60)
+    answers = ranks(2).run(fail_on_one_rank, run_of(accumulation=1), rank, timeout=300)
     assert answers[rank][0] == "Injected: no memory"
     assert f"rank {rank} could not convert optimizer states, so no rank goes on" in answers[1 - rank][0]
     for _, later, again, finite in answers:

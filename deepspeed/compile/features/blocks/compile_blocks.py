@@ -13,8 +13,8 @@ import torch
 from torch.nn import Module
 
 from ...zero_1_and_2.graph.backend import own_code
-from .block_calls import Around, BlockCall, BlockParentCall, Call, ModuleCall, forward_of, run_forward, runs
-from .choose_blocks import called_by, parents_of
+from .block_calls import BlockCall, BlockParentCall, Call, ModuleCall, forward_of, run_forward, runs
+from .choose_blocks import parents_of
 from .compilation_limit import CompilationLimit
 
 
@@ -43,26 +43,6 @@ def compile_blocks(
     for call in calls:
         undo.callback(call.take_out)
         call.put_in()
-
-
-def wrap_calls(module: Module, blocks: List[Module], around: Around, always: bool = False) -> None:
-    """Puts a call around each call of blocks, and of the modules that call them.
-
-    Args:
-        module, blocks: as in :func:`compile_blocks`.
-        around, always: as in ``BlockCall.wrap()``.
-    """
-    for parent, called in called_by(module, blocks):
-        vars(parent)["_compiled_call_impl"].wrap(around, called)
-    for block in blocks:
-        vars(block)["_compiled_call_impl"].wrap(around, always)
-
-
-def wrap_module(module: Module, around: Callable[[Callable], Callable]) -> None:
-    """Puts a call around each call of a module that is compiled as a whole."""
-    call = vars(module)["_compiled_call_impl"]
-    if isinstance(call, ModuleCall):
-        call.wrap(around)
 
 
 def compile_module(

@@ -14,8 +14,8 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
-from .block_calls import Around, take_over_compiled
-from .choose_blocks import choose_blocks, parents_of
+from .block_calls import Around, ModuleCall, take_over_compiled
+from .choose_blocks import called_by, choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
 from .guards import guard_all
 from .lookalikes import LEFT, partially_trained_lookalikes
@@ -108,11 +108,17 @@ class Blocks(Feature):
             always: whether the call also surrounds blocks that checkpointing computes again, and blocks that the
                 caller's own compiled code calls.
         """
-        compile_blocks.wrap_calls(self._module(), self.blocks, around, always)
+        blocks = self.blocks
+        for parent, called in called_by(self._module(), blocks):
+            vars(parent)["_compiled_call_impl"].wrap(around, called)
+        for block in blocks:
+            vars(block)["_compiled_call_impl"].wrap(around, always)
 
     def wrap_module(self, around: Callable[[Callable], Callable]) -> None:
         """Puts a call around each call of the engine's module, unless that module itself calls blocks."""
-        compile_blocks.wrap_module(self._module(), around)
+        call = vars(self._module())["_compiled_call_impl"]
+        if isinstance(call, ModuleCall):
+            call.wrap(around)
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         guard_all()

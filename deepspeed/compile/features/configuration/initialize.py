@@ -3,17 +3,17 @@
 """The checks of ``deepspeed.initialize()``. DeepSpeed's engine calls them in lines that ``edits.py`` adds to it."""
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Optional
 
-import torch
 from torch.nn import Module
 
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.feature import Request
-from . import same_models
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
@@ -52,19 +52,7 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module, args: Any
         # rank whose program has not set it.
         engine._set_distributed_vars(args)
         engine._set_client_model(module)
-        _refuse(engine, _ranks_of_one_model(engine))
-
-
-def refuse_other_models(engine: "DeepSpeedEngine") -> None:
-    """Called when the module has its dtype, before any of its tensors is sent: refuses models that differ by rank.
-
-    Raises:
-        ValueError: on every rank, if a rank has other parameters, or with ``shard_parameters``, which sends buffers
-            too, other buffers.
-    """
-    if is_set_up_by_compile(engine):
-        sends_buffers = engine._config.compile_config.sharded is not None
-        same_models.refuse_other_models(engine.module, _ranks_of_one_model(engine), sends_buffers)
+        _refuse(engine, ranks_of_one_model(engine))
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
@@ -86,17 +74,7 @@ def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
         raise
 
 
-def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
-    """Called before the ZeRO-1/2 optimizer is made, which may send the parameters of ``optimizer`` in their order.
-
-    Raises:
-        ValueError: on every rank, if a rank's optimizer has other parameters, or another order.
-    """
-    if is_set_up_by_compile(engine):
-        same_models.refuse_other_optimizers(engine.module, optimizer, engine.seq_data_parallel_group)
-
-
-def _ranks_of_one_model(engine):
+def ranks_of_one_model(engine: "DeepSpeedEngine") -> "Optional[ProcessGroup]":
     """Returns the group of the ranks that have the same model; None for all ranks."""
     # DeepSpeed reads the caller's groups too, but later. The ranks of one sequence have the same model.
     for ask in ("get_sequence_data_parallel_group", "get_data_parallel_group"):

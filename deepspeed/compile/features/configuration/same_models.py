@@ -9,34 +9,40 @@ mix up the tensors of different ranks.
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import torch
-from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import deepspeed.comm as dist
 
+from .initialize import is_set_up_by_compile, ranks_of_one_model
+
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Properties of a tensor on a rank: name -> value.
 Traits = Dict[str, str]
 
 
-def refuse_other_models(module: Module, group: "Optional[ProcessGroup]", with_buffers: bool) -> None:
-    """Compares the model of each rank of a group with the first rank's. All ranks call it. ``group``: None for all.
+def refuse_other_models(engine: "DeepSpeedEngine") -> None:
+    """Called when the module has its dtype, before any of its tensors is sent: refuses models that differ by rank.
 
     Raises:
-        ValueError: if a rank has other tensors. Every rank raises it.
+        ValueError: on every rank, if a rank has other parameters, or with ``shard_parameters``, which sends buffers
+            too, other buffers.
     """
-    _compare("models", _traits(module, with_buffers), group)
+    if is_set_up_by_compile(engine):
+        sends_buffers = engine._config.compile_config.sharded is not None
+        _compare("models", _traits(engine.module, sends_buffers), ranks_of_one_model(engine))
 
 
-def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, group: "Optional[ProcessGroup]") -> None:
-    """Compares the parameters of each rank's optimizer, and their order, which partitions and messages follow.
+def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
+    """Called before the ZeRO-1/2 optimizer is made, which may send the parameters of ``optimizer`` in their order.
 
     Raises:
-        ValueError: if a rank has other parameters, or another order. Every rank raises it.
+        ValueError: on every rank, if a rank's optimizer has other parameters, or another order.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    if not is_set_up_by_compile(engine):
+        return
+    names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     own = [
         (
             f"parameter {number} of group {index} of the optimizer",
@@ -45,7 +51,7 @@ def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, gr
         for index, param_group in enumerate(optimizer.param_groups)
         for number, parameter in enumerate(param_group["params"])
     ]
-    _compare("optimizers", own, group)
+    _compare("optimizers", own, engine.seq_data_parallel_group)
 
 
 def _compare(what, own, group):

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.gradient.backward import in_backward
+from ..overlap_gather.arriving import is_traced
 from ..overlap_gather.without_values import WITHOUT_VALUES
 from .private_torch import address_of, change_class, without_torch_function
 
@@ -131,6 +132,11 @@ class _ParamRef:
             )
         return of(self.name, what)
 
+    def refusal_without_others(self, what: str) -> RuntimeError:
+        """Returns the error where :meth:`gather_with_all` has not gathered the parameter. ``what`` as above."""
+        # A rank that compiles does not wait for others, which may have compiled this code before.
+        return self.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
+
 
 def refusal(name: str, what: str) -> RuntimeError:
     """Returns the error for a read of a parameter at rest that does not gather the parameter."""
@@ -147,6 +153,15 @@ def refusal_alone(name: str, what: str) -> RuntimeError:
         f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} by some ranks "
         "alone; do it on all ranks, or within `with unsharded_parameters(engine):` of "
         "deepspeed.compile.features.shard_parameters, which all ranks enter together"
+    )
+
+
+def refusal_to_compile(name: str, what: str) -> RuntimeError:
+    """Returns the error of who compiles code of the caller's that reads a parameter at rest."""
+    return RuntimeError(
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; "
+        "call that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
+        "which all ranks enter together"
     )
 
 
@@ -189,7 +204,7 @@ class Resharded(_NextClass):
         with contextlib.ExitStack() as stack:
             share = vars(self)[_SHARE]
             if not share.gather(stack) and not share.gather_with_all(stack):
-                raise share.refusal("copied", refusal_alone)
+                raise share.refusal_without_others("copied")
             return copy.deepcopy(share.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -246,7 +261,7 @@ class Resharded(_NextClass):
                 raise shares[0].refusal(what, refusal)
             for share in shares:
                 if not share.gather_with_all(stack):
-                    raise share.refusal(what, refusal_alone)
+                    raise share.refusal_without_others(what)
             return _call_with_values(function, (args, kwargs), at_rest, shares)
 
 

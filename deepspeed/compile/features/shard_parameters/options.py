@@ -33,13 +33,6 @@ class Options(BaseModel):
             )
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_a_new_name(cls, section: Any) -> Any:
-        if isinstance(section, dict) and "shard_frozen" in section:
-            raise ValueError('compile.shard_frozen is shard_parameters now; set it to "frozen", or leave it out')
-        return section
-
     @model_validator(mode="after")
     def _keeps_what_is_sharded(self):
         if self.keep_gathered is not None and not self.shard_parameters:

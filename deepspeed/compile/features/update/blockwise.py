@@ -111,19 +111,17 @@ def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> to
     return values
 
 
-def to_fp32(states: Dict[str, Any], numel: int, before: int = 0) -> None:
+def to_fp32(states: Dict[str, Any], like: torch.Tensor) -> None:
     """Converts 8-bit states in place to fp32 states, for the optimizer itself. Rounded values stay rounded.
 
-    ``before``: elements of the first block that lie before the partition, as in checkpoints of the first version.
+    Codes may be as the optimizer's own load_state_dict() has left them. Raises what :func:`to_blocks` raises.
     """
+    to_blocks(states, like)
     for state in SIGNED:
-        if states[names_of(state)[0]].nbytes < before + numel:
-            raise ValueError(OTHER_PARTITION)
-        values = fp32_values(states, state, before, before + numel)
+        values = fp32_values(states, state, 0, like.numel())
         for name in names_of(state):
             del states[name]
         states[state] = values
-    states.pop(FORM, None)
 
 
 def form() -> Dict[str, int]:

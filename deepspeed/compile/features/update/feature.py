@@ -9,7 +9,6 @@ import torch
 
 from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
-from ...zero_1_and_2.layout import layouts_of
 from ...zero_1_and_2.parameter.gather import AllGather
 from ...zero_1_and_2.step.rule import Rule
 from ..checkpoints.feature import Checkpoints
@@ -57,12 +56,6 @@ class Update(Feature):
             yield from refused.unsupported_states(request)
         if request.options.store_param_remainders:
             yield from refused.unsupported_master_weights(request)
-
-    @classmethod
-    def warnings(cls, request: Request) -> Iterator[str]:
-        optimizer = request.engine.optimizer
-        partitions = [layout.partition_numel for layout in layouts_of(optimizer)]
-        yield from refused.states_that_stay_in_fp32(optimizer.optimizer, partitions)
 
     optimizer_mixins: Tuple[type, ...] = (FormOfStates,)
 

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Refuses, or warns of, settings that 8-bit states and master weights as remainders do not support."""
 
-import math
-from typing import Iterator, List
+from typing import Iterator
 
 import torch
 from torch.nn import Embedding, EmbeddingBag
@@ -26,25 +25,6 @@ def unsupported_states(request: Request) -> Iterator[str]:
         yield (
             f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "
             "compile.optimizer_states out"
-        )
-
-
-def states_that_stay_in_fp32(inner: torch.optim.Optimizer, partitions: List[int]) -> Iterator[str]:
-    """Yields a sentence if torchao silently leaves the states of some partitions, of so many elements, in fp32."""
-    if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
-        return
-    # By design, torchao quantizes no states of fewer than 4096 elements.
-    sizes = [numel for numel in partitions if numel >= 4096]
-    divides_all = math.gcd(inner.block_size, *sizes)
-    if divides_all < inner.block_size:
-        remedy = f"give it block_size={divides_all}"
-        if divides_all < 64:
-            # Each block has a scale in fp32, so small blocks save little.
-            remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
-        uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
-        yield (
-            f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} does "
-            f"not divide partitions of {uncut} elements; {remedy}"
         )
 
 

@@ -12,22 +12,15 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator
 
 import torch
 
-from deepspeed.checkpoint.constants import (
-    BASE_OPTIMIZER_STATE,
-    GROUP_PADDINGS,
-    OPTIMIZER_STATE_DICT,
-    SINGLE_PARTITION_OF_FP32_GROUPS,
-)
+from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE, OPTIMIZER_STATE_DICT
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.layout import layouts_of
 from ..checkpoints.order import base_orders
 from .blockwise import (
     FORM,
-    LENGTHS,
     OTHER_PARTITION,
     SIGNED,
-    VERSION,
     form,
     fp32_values,
     has_moments,
@@ -36,15 +29,10 @@ from .blockwise import (
     to_blocks,
     to_fp32,
 )
-from .dynamic_map import BLOCK
 from .saved_blocks import blocks_of, saved, taken, to_fp32_in_base_order
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-
-# In a form of the first version: elements of the first block that lie before the partition.
-BEFORE = "elements before the partition"
 
 
 class StatesOfAdam:
@@ -76,8 +64,8 @@ class StatesOfAdam:
         if any(map(is_blockwise, found)):
             orders = getattr(optimizer, "base_orders", None) or base_orders(optimizer, layouts_of(optimizer))
             for states, order in zip(found, orders, strict=True):
-                if is_blockwise(states):
-                    _refuse_other_forms(states, order)
+                if is_blockwise(states) and FORM in states:
+                    _refuse_other_forms_and_partitions(states, order)
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Converts loaded states to the form that the optimizer keeps. All ranks call it."""
@@ -88,22 +76,17 @@ class StatesOfAdam:
             if self._in_8_bits and has_moments(states):
                 to_blocks(states, master)
             elif not self._in_8_bits and is_blockwise(states):
-                to_fp32(states, master.numel())
+                to_fp32(states, master)
 
     def _take(self, states, optimizer, group, master):
         """Converts the states of a checkpoint to 8-bit states or fp32 states in the optimizer's order."""
         orders = getattr(optimizer, "base_orders", None)
         order = orders[group] if orders else base_orders(optimizer, layouts_of(optimizer))[group]
-        _refuse_other_forms(states, order)
-        if states[FORM]["version"] == VERSION and orders:
+        _refuse_other_forms_and_partitions(states, order)
+        if orders:
             taken(states, order, master.device)
-            return
-        if states[FORM]["version"] == VERSION:
-            to_fp32_in_base_order(states)
         else:
-            to_fp32(states, order.numel, states[FORM][BEFORE])
-        for state in SIGNED if orders else ():
-            states[state] = order.to_even(states[state], states[state].device)
+            to_fp32_in_base_order(states)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
@@ -125,21 +108,21 @@ class StatesOfAdam:
                     parameter.set_full_hp_param = functools.partial(_set, function)
 
 
-def _refuse_other_forms(states, order):
-    """Raises ValueError if 8-bit states of a checkpoint have another form, or are those of another partition."""
-    said, first = states.get(FORM, {}), order.layout.rank * order.numel % BLOCK
-    known = form(), {"version": 1, "elements of a block": BLOCK, BEFORE: first}
-    if said and said not in known:
+def _refuse_other_forms(states):
+    """Raises ValueError if 8-bit states of a checkpoint have another form."""
+    if states[FORM] != form():
         raise ValueError(
-            f"8-bit optimizer states were loaded of the form {said}, where {known[0]} is needed; load them with the "
-            "release of this fork, the number of ranks and the settings with which they were saved"
+            f"8-bit optimizer states were loaded of the form {states[FORM]}, where {form()} is needed; load them with "
+            "the release of this fork, the number of ranks and the settings with which they were saved"
         )
-    if said == known[0]:
-        blocks, codes = blocks_of(order), -(-order.numel // 4)
-        if any(
-            states[names[0]].numel() != codes or states[names[1]].numel() != blocks for names in map(names_of, SIGNED)
-        ):
-            raise ValueError(OTHER_PARTITION)
+
+
+def _refuse_other_forms_and_partitions(states, order):
+    """Raises ValueError if 8-bit states of a checkpoint have another form, or are those of another partition."""
+    _refuse_other_forms(states)
+    blocks, codes = blocks_of(order), -(-order.numel // 4)
+    if any(states[names[0]].numel() != codes or states[names[1]].numel() != blocks for names in map(names_of, SIGNED)):
+        raise ValueError(OTHER_PARTITION)
 
 
 class _Fragments(Mapping):
@@ -203,12 +186,8 @@ def convert_saved(checkpoint: Dict[str, Any]) -> None:
 
     The caller then cuts the partition's padding off each state, which would damage codes.
     """
-    saved_by_rank = checkpoint.get(OPTIMIZER_STATE_DICT) or {}
-    inner = saved_by_rank.get(BASE_OPTIMIZER_STATE)
-    for index, states in inner["state"].items() if isinstance(inner, dict) else ():
-        if is_blockwise(states) and LENGTHS in states:
+    inner = (checkpoint.get(OPTIMIZER_STATE_DICT) or {}).get(BASE_OPTIMIZER_STATE)
+    for states in inner["state"].values() if isinstance(inner, dict) else ():
+        if is_blockwise(states):
+            _refuse_other_forms(states)
             to_fp32_in_base_order(states)
-        elif is_blockwise(states):
-            # Checkpoints have master weights without their padding.
-            masters, paddings = saved_by_rank[SINGLE_PARTITION_OF_FP32_GROUPS], saved_by_rank[GROUP_PADDINGS]
-            to_fp32(states, masters[index].numel() + paddings[index], states[FORM][BEFORE])

@@ -1,135 +1,90 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
+"""What ``setup.py`` changes in DeepSpeed: {file: {anchor: new text}}. In the text, ``...`` stands for the anchor."""
 
 ENGINE = "deepspeed/runtime/engine.py"
 OFFLOAD = "deepspeed/runtime/activation_checkpointing/offload_activations.py"
 IMPORT = "from deepspeed.compile.z3_eager_fallback import"
-EDITS = (
-    (
-        ENGINE,
-        "import of fixes",
-        IMPORT,
-        f"from deepspeed.compile.fixes.base import pinning, schedulers, subclasses, timeouts\n{IMPORT}",
-    ),
-    # inputs_on_host.py
-    (
-        OFFLOAD,
-        "import of fixes",
-        "from deepspeed.accelerator import get_accelerator\n",
-        "from deepspeed.accelerator import get_accelerator\nfrom deepspeed.compile.fixes.base import inputs_on_host\n",
-    ),
-    (
-        OFFLOAD,
-        "input that goes to the host",
-        "        tensor_id = self.offload_input(tensor)\n",
-        "        inputs_on_host.reuse_memory(self)\n        tensor_id = self.offload_input(tensor)\n",
-    ),
-    (
-        OFFLOAD,
-        "handle of an input",
-        "        return _OffloadedTensorRef(tensor_id)\n",
-        "        return inputs_on_host.forget_when_dropped(self, _OffloadedTensorRef(tensor_id))\n",
-    ),
-    (
-        OFFLOAD,
-        "input that comes back",
-        "            return self._restore_tensor(maybe_ref.tensor_id, cache=True)\n",
-        "            return inputs_on_host.brought_back(self, maybe_ref.tensor_id)\n",
-    ),
-    (
-        OFFLOAD,
-        "copy to the host",
-        "        self.stats.offloaded_tensors += 1\n",
-        "        inputs_on_host.wait_after_sending(self)\n        self.stats.offloaded_tensors += 1\n",
-    ),
-    (
-        OFFLOAD,
-        "copy from the host",
-        "        cpu_tensor, device, shape, stride, buffer_key = tracked\n",
-        "        inputs_on_host.wait_before_bringing_back(self)\n"
-        "        cpu_tensor, device, shape, stride, buffer_key = tracked\n",
-    ),
-    # pinning.py
-    (
-        ENGINE,
-        "optimizer of initialize()",
-        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
-        "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
-        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
-        "            with pinning.explained_pinning(self):\n"
-        "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
-    ),
-    (
-        ENGINE,
-        "collection of an engine",
-        "    def __del__(self):\n        try:\n            self.destroy()\n",
-        "    def __del__(self):\n        try:\n            pinning.destroy_collected(self)\n",
-    ),
-    # schedulers.py
-    (
-        ENGINE,
-        "empty parameter groups",
-        "        basic_optimizer.param_groups[:] = [pg for pg",
-        "        schedulers.forget_empty_groups(basic_optimizer, self.client_lr_scheduler)\n"
-        "        basic_optimizer.param_groups[:] = [pg for pg",
-    ),
-    # subclasses.py
-    (
-        ENGINE,
-        "broadcast of parameters",
-        "        for n, p in self.module.named_parameters():\n"
-        "            # Broadcast the model for different parameters\n",
-        "        for n, p in subclasses.to_broadcast(self.module):\n"
-        "            # Broadcast the model for different parameters\n",
-    ),
-    # The functions of this file leave tensors on the host. Torch cannot call them for a tensor that wraps other
-    # tensors.
-    (
-        "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",
-        "load()",
-        "torch.load(path, map_location=map_location, weights_only=False)",
-        "torch.load(path, weights_only=False, map_location=(\n"
-        "            'cpu' if getattr(map_location, '__module__', None) == 'deepspeed.runtime.state_dict_factory'\n"
-        "            else map_location))",
-    ),
-    (
-        "deepspeed/utils/debug.py",
-        "names of parameters",
-        "    for name, param in model.named_parameters():\n        param_names[param] = name\n",
-        "    from deepspeed.compile.fixes.base.subclasses import named_parameters\n"
-        "    for name, param in named_parameters(model):\n        param_names[param] = name\n",
-    ),
-    # timeouts.py
-    (
-        ENGINE,
-        "process groups at the end of deepspeed.initialize()",
-        "\n    def _optimized_linear_offload_setup",
-        "        timeouts.shorten_timeouts(self)\n\n    def _optimized_linear_offload_setup",
-    ),
-    # To DeepSpeed: ds_to_universal.py refuses each checkpoint of ZeRO-1 and ZeRO-2 whose user has not written
-    # universal_checkpoint_info into it ("Verify that client creates this state"). Without model parallelism, which
-    # needs the state to say how parts of parameters belong together, it reads nothing of that but a version, which
-    # --inject_missing_state makes up. Please make this the default there, and have the error on another number of
-    # ranks name the command.
-    (
-        "deepspeed/checkpoint/ds_to_universal.py",
-        "state that need not be in a checkpoint",
-        "        if args.inject_missing_state:\n            _inject_missing_state(ds_checkpoint)\n"
-        "        _check_for_required_state(ds_checkpoint)\n\n        iteration",
-        "        if args.inject_missing_state or ds_checkpoint.tp_degree * ds_checkpoint.pp_degree == 1:\n"
-        "            _inject_missing_state(ds_checkpoint)\n"
-        "        _check_for_required_state(ds_checkpoint)\n\n        iteration",
-    ),
-    (
-        ENGINE,
-        "refusal of another number of ranks",
-        '                    "of ZeRO\'s optimizer state partitioning with a new world size is not " \\\n'
-        '                    "currently supported.")\n',
-        '                    "of ZeRO\'s optimizer state partitioning with a new world size is not " \\\n'
-        '                    "currently supported; run `python -m deepspeed.checkpoint.ds_to_universal "\n'
-        '                    f"--input_folder {os.path.join(load_dir, tag)} --output_folder "\n'
-        "                    f\"{os.path.join(load_dir, 'universal')}`, set checkpoint.load_universal to true, \"\n"
-        "                    'and load with tag=\"universal\"')\n",
-    ),
-)
+EDITS = {
+    ENGINE: {
+        IMPORT: "from deepspeed.compile.fixes.base import pinning, schedulers, subclasses, timeouts\n...",
+        # pinning.py
+        "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n": (
+            "            with pinning.explained_pinning(self):\n    ..."
+        ),
+        "    def __del__(self):\n        try:\n            self.destroy()\n": (
+            "    def __del__(self):\n        try:\n            pinning.destroy_collected(self)\n"
+        ),
+        # schedulers.py
+        "        basic_optimizer.param_groups[:] = [pg for pg": (
+            "        schedulers.forget_empty_groups(basic_optimizer, self.client_lr_scheduler)\n..."
+        ),
+        # subclasses.py
+        (
+            "        for n, p in self.module.named_parameters():\n"
+            "            # Broadcast the model for different parameters\n"
+        ): (
+            "        for n, p in subclasses.to_broadcast(self.module):\n"
+            "            # Broadcast the model for different parameters\n"
+        ),
+        # timeouts.py
+        "\n    def _optimized_linear_offload_setup": "        timeouts.shorten_timeouts(self)\n...",
+        # See ds_to_universal.py below.
+        '"currently supported.")\n': (
+            '"currently supported; run `python -m deepspeed.checkpoint.ds_to_universal "\n'
+            '                    f"--input_folder {os.path.join(load_dir, tag)} --output_folder "\n'
+            "                    f\"{os.path.join(load_dir, 'universal')}`, "
+            'set checkpoint.load_universal to true, "\n'
+            "                    'and load with tag=\"universal\"')\n"
+        ),
+    },
+    OFFLOAD: {
+        # inputs_on_host.py
+        "from deepspeed.accelerator import get_accelerator\n": (
+            "...from deepspeed.compile.fixes.base import inputs_on_host\n"
+        ),
+        "        tensor_id = self.offload_input(tensor)\n": "        inputs_on_host.reuse_memory(self)\n...",
+        "        return _OffloadedTensorRef(tensor_id)\n": (
+            "        return inputs_on_host.forget_when_dropped(self, _OffloadedTensorRef(tensor_id))\n"
+        ),
+        "            return self._restore_tensor(maybe_ref.tensor_id, cache=True)\n": (
+            "            return inputs_on_host.brought_back(self, maybe_ref.tensor_id)\n"
+        ),
+        "        self.stats.offloaded_tensors += 1\n": "        inputs_on_host.wait_after_sending(self)\n...",
+        "        cpu_tensor, device, shape, stride, buffer_key = tracked\n": (
+            "        inputs_on_host.wait_before_bringing_back(self)\n..."
+        ),
+    },
+    "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py": {
+        # subclasses.py: the functions of this file leave tensors on the host. Torch cannot call them for a tensor that
+        # wraps other tensors.
+        "torch.load(path, map_location=map_location, weights_only=False)": (
+            "torch.load(path, weights_only=False, map_location=(\n"
+            "            'cpu' if getattr(map_location, '__module__', None) == "
+            "'deepspeed.runtime.state_dict_factory'\n"
+            "            else map_location))"
+        ),
+    },
+    "deepspeed/utils/debug.py": {
+        # subclasses.py
+        "    for name, param in model.named_parameters():\n        param_names[param] = name\n": (
+            "    from deepspeed.compile.fixes.base.subclasses import named_parameters\n"
+            "    for name, param in named_parameters(model):\n        param_names[param] = name\n"
+        ),
+    },
+    "deepspeed/checkpoint/ds_to_universal.py": {
+        # To DeepSpeed: ds_to_universal.py refuses each checkpoint of ZeRO-1 and ZeRO-2 whose user has not written
+        # universal_checkpoint_info into it ("Verify that client creates this state"). Without model parallelism, which
+        # needs the state to say how parts of parameters belong together, it reads nothing of that but a version, which
+        # --inject_missing_state makes up. Please make this the default there, and have the error on another number of
+        # ranks name the command.
+        (
+            "        if args.inject_missing_state:\n            _inject_missing_state(ds_checkpoint)\n"
+            "        _check_for_required_state(ds_checkpoint)\n\n        iteration"
+        ): (
+            "        if args.inject_missing_state or ds_checkpoint.tp_degree * ds_checkpoint.pp_degree == 1:\n"
+            "            _inject_missing_state(ds_checkpoint)\n"
+            "        _check_for_required_state(ds_checkpoint)\n\n        iteration"
+        ),
+    },
+}

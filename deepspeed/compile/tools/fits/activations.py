@@ -27,7 +27,8 @@ from ...features.blocks.parameters import modules_outside
 from .graphs import trace
 from .head import Form, form_of, with_form
 from .liveness import bytes_of
-from .long_sequences import InputsOnHost, Pieces, Unsuitable, in_tiles, loss_in_tiles, mlp_of, split_at
+from .long_sequences import InputsOnHost, Unsuitable, in_tiles, loss_in_tiles, mlp_of, split_at
+from .modes import Question
 
 
 class Moment(NamedTuple):
@@ -164,8 +165,8 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 class Run:
     """Runs a model whose parameters are fake tensors."""
 
-    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None], pieces: Pieces):
-        self._model, self.blocks, self._say, self._pieces = model, blocks, say, pieces
+    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None], question: Question):
+        self._model, self.blocks, self._say, self._question = model, blocks, say, question
         self._on_host = InputsOnHost()
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._graphs: Dict[Any, Any] = {}
@@ -188,7 +189,7 @@ class Run:
             own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
         """
         self._budget = budget
-        if self._pieces.mlp_tiles and not self.blocks:
+        if self._question.mlp_tiles and not self.blocks:
             raise Unsuitable("the model is one graph, which tiles would cut apart; ask without tiles of MLPs")
         model, memory = self._model, Memory()
         self._memory = memory
@@ -230,7 +231,7 @@ class Run:
         )
 
         def run(*args, **kwargs):
-            with self._on_host.hooks() if self._pieces.inputs_on_host else _NOTHING:
+            with self._on_host.hooks() if self._question.inputs_on_host else _NOTHING:
                 if checkpoint:
                     # Transformers also keeps the generator's state by default.
                     run_again = functools.partial(run_compiled, **kwargs)
@@ -263,7 +264,7 @@ class Run:
                 results = self._apply(graphs[1], held, [*tensors, *passed, in_tiles(mlp, x, tiles)], number)
             return result_of(results)
 
-        tiles = self._pieces.mlp_tiles
+        tiles = self._question.mlp_tiles
         mlp = mlp_of(block) if tiles else None
         return run
 
@@ -299,16 +300,16 @@ class Run:
                     noted = _noted(parent.forward, outputs, len(parents))
                     stack.enter_context(patch.object(parent, "forward", noted))
                 model(**batch)
-            if calls_blocks and not self._pieces.loss_tiles:
+            if calls_blocks and not self._question.loss_tiles:
                 # All code around the blocks runs uncompiled.
                 return loss_of(outputs.pop())
-        if self._pieces.loss_tiles:
+        if self._question.loss_tiles:
             # The user's code calls what calls the blocks, and computes head and loss of what this returns.
             leaves = [] if calls_blocks else pytree.tree_leaves(outputs)
             hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
             outputs.clear()
             del leaves
-            return loss_in_tiles(model, hidden, self._pieces.loss_tiles)
+            return loss_in_tiles(model, hidden, self._question.loss_tiles)
         held = _held(modules_outside(model, self.blocks), recurse=False)
         tensors, _, outputs_and_batch_of = _split((outputs, batch))
         outputs.clear()

@@ -25,7 +25,8 @@ from ...features.update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send
-from .long_sequences import Pieces, Unsuitable
+from .liveness import bytes_of
+from .long_sequences import Unsuitable
 from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
 
 GIB = 2**30
@@ -168,19 +169,19 @@ class Subject:
         self._say = say
         self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
         self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
-        pieces = Pieces(question.inputs_on_host, question.mlp_tiles, question.loss_tiles)
-        self._runs = {by_blocks: Run(model, self.of(by_blocks), say, pieces) for by_blocks in (False, True)}
+        # By whether a mode needs blocks.
+        self._runs = {False: Run(model, self.blocks, say, question), True: Run(model, self.repeated, say, question)}
         named = dict(self.model.named_parameters())
         self.trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         self.names = list(self.trained)
         self.flat = [
             Parameter(torch.empty(parameter.shape, dtype=dtype, device="meta")) for parameter in self.trained.values()
         ]
-        self.frozen = sum(_bytes_of(parameter) for parameter in named.values() if not parameter.requires_grad)
+        self.frozen = sum(bytes_of(parameter) for parameter in named.values() if not parameter.requires_grad)
         self.elements = sum(parameter.numel() for parameter in named.values())
-        self.buffers = sum(map(_bytes_of, self.model.buffers()))
+        self.buffers = sum(map(bytes_of, self.model.buffers()))
         frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
-        self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
+        self.frozen_of_blocks = [sum(map(bytes_of, block)) for block in frozen]
         place = {id(parameter): index for index, parameter in enumerate(self.trained.values())}
         outside, *trained = by_block(self.trained.values(), self.model, self.repeated)
         large = large_outside(outside, self.model, self.repeated) if self.repeated else []
@@ -192,10 +193,6 @@ class Subject:
         self.untraceable: Dict[Tuple, str] = {}
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
-
-    def of(self, by_blocks: bool) -> List[Module]:
-        """Returns the blocks of modes that need blocks, or of the other modes."""
-        return self.repeated if by_blocks else self.blocks
 
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
         """Returns the activations of a mode, computed once, or None if the model cannot be traced."""
@@ -243,10 +240,6 @@ class Subject:
             for unit in (before, *blocks, after)
             if unit
         ]
-
-
-def _bytes_of(tensor):
-    return tensor.numel() * tensor.element_size()
 
 
 def _is_own(error):
@@ -415,14 +408,14 @@ def _parameters(subject, mode, ranks):
     always = subject.frozen - frozen + frozen // ranks
     if mode.shard_parameters == "frozen":
         return whole + always, [0, *subject.frozen_of_blocks, 0]
-    bytes_of = {id(place.parameter): ranks * place.shard * size for place in layout.places}
+    gathered_bytes = {id(place.parameter): ranks * place.shard * size for place in layout.places}
     away = [
-        sum(bytes_of[id(parameter)] for parameter in unit) + of_frozen
+        sum(gathered_bytes[id(parameter)] for parameter in unit) + of_frozen
         for unit, of_frozen in zip(subject.trained_of_units, (0, *subject.frozen_of_blocks, 0), strict=True)
     ]
     # Other parameters are whole too, beside a rank's part of them. Tied weights are read before blocks and after them.
     gathered = {id(parameter) for unit in subject.trained_of_units for parameter in unit}
-    others = sum(nbytes for identity, nbytes in bytes_of.items() if identity not in gathered)
+    others = sum(nbytes for identity, nbytes in gathered_bytes.items() if identity not in gathered)
     return layout.partition_numel * size + others + always, away
 
 

@@ -31,14 +31,6 @@ class Unsuitable(ValueError):
     """The reason why a model cannot be trained as the user says."""
 
 
-class Pieces(NamedTuple):
-    """What the user does. ``Question`` has the same names."""
-
-    inputs_on_host: bool = False
-    mlp_tiles: Optional[int] = None
-    loss_tiles: Optional[int] = None
-
-
 class InputsOnHost:
     """Stands for ``CheckpointHiddenStatesOffload``, around each checkpointed layer.
 

@@ -8,7 +8,8 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Set
+from typing import Any, Callable, ContextManager, Dict, Iterable, Optional, Set
+from unittest.mock import patch
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
@@ -179,18 +180,10 @@ def loss_of(result: Any) -> torch.Tensor:
     return loss if loss.dim() == 0 else loss.float().mean()
 
 
-@contextlib.contextmanager
-def whole_rows() -> Iterator[None]:
-    """Context in which transformers takes each row for one sequence, without reading tokens that have no values."""
-    masks = sys.modules.get("transformers.masking_utils")
-    before = getattr(masks, "find_packed_sequence_indices", None)
-    if before is not None:
-        masks.find_packed_sequence_indices = lambda *args, **kwargs: None  # type: ignore[union-attr]
-    try:
-        yield
-    finally:
-        if before is not None:
-            masks.find_packed_sequence_indices = before  # type: ignore[union-attr]
+def whole_rows() -> ContextManager[Any]:
+    """Returns a context in which transformers takes each row for one sequence: tokens have no values to read."""
+    masks, name = sys.modules.get("transformers.masking_utils"), "find_packed_sequence_indices"
+    return patch.object(masks, name, lambda *_, **__: None) if hasattr(masks, name) else contextlib.nullcontext()
 
 
 def without_memory(model: Module, dtype: torch.dtype) -> None:

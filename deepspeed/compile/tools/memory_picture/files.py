@@ -1,11 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the files of a recorded step: the data, and a picture if matplotlib can draw it."""
+"""Writes the data of a recorded step, and finds what draws its picture."""
 
 import importlib
-import tempfile
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any, Optional
 
 from .data import StepMemory
 
@@ -20,17 +19,6 @@ def drawer() -> Optional[Any]:
     except Exception:
         # A missing library raises ImportError. One that does not fit the installed NumPy may raise any error.
         return None
-
-
-def make_folder(folder: Path) -> None:
-    """Makes a folder, and tries whether files can be written there.
-
-    Raises:
-        OSError: if not.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 def write_step(step: StepMemory, folder: Path, name: str) -> Path:
@@ -50,12 +38,3 @@ def write_step(step: StepMemory, folder: Path, name: str) -> Path:
             number += 1
     step.write(file)
     return file
-
-
-def draw_step(step: StepMemory, file: Path) -> List[Path]:
-    """Draws a step beside its data, if matplotlib can be imported; returns the pictures."""
-    draws = drawer()
-    if draws is None:
-        return []
-    draws.draw(step, file.with_suffix(".png"))
-    return [file.with_suffix(".png")]

@@ -12,6 +12,7 @@ import datetime
 import functools
 import logging
 import platform
+import tempfile
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
@@ -80,7 +81,10 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     with every_rank_raises("keep records of memory"):
         if records:
             try:
-                files.make_folder(Path(option.folder))
+                Path(option.folder).mkdir(parents=True, exist_ok=True)
+                # Try whether files can be written there.
+                with tempfile.TemporaryFile(dir=option.folder):
+                    pass
             except OSError as error:
                 why_not = f"{option.folder} cannot be written on rank {rank} ({error.strerror or error})"
                 raise ValueError(f"{OPTION}.folder: {why_not}; name another folder") from error
@@ -249,11 +253,15 @@ class Recorder:
             step = dataclasses.replace(step.thinned(data.POINTS), raised=raised, about=self._about(engine))
             rank = step.about["rank"]
             file = files.write_step(step, self._folder, f"step{step.about['step']}-rank{rank}")
-            pictures = files.draw_step(step, file)
+            written = [file]
+            draws = files.drawer()
+            if draws is not None:
+                draws.draw(step, file.with_suffix(".png"))
+                written = [file.with_suffix(".png"), file]
         except Exception as error:
             logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
             return
-        names = ", ".join(str(path) for path in [*pictures, file])
+        names = ", ".join(str(path) for path in written)
         # Log a warning: DeepSpeed shows no lower level by default, and the user has asked for these files.
         logger.warning(f"{OPTION}: {data.headline(step)}; see {names}")
 

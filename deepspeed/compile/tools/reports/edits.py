@@ -1,34 +1,27 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
+"""What ``setup.py`` changes in DeepSpeed: {file: {anchor: new text}}. In the text, ``...`` stands for the anchor."""
 
-EDITS = (
-    # The base's own setup.py looks for no commit if DS_BUILD_STRING is set.
-    (
-        "setup.py",
-        "commit of the fork",
-        "# Build specifiers like .devX can be added at install time.",
-        "git_hash = os.environ.get('DS_FORK_COMMIT', git_hash)\n\n"
-        "# Build specifiers like .devX can be added at install time.",
-    ),
-    (
-        "setup.py",
-        "where reports go",
-        "      author='DeepSpeed Team',\n"
-        "      author_email='info@deepspeedai.com',\n"
-        "      url='http://deepspeed.ai',\n"
-        "      project_urls={\n"
-        "          'Documentation': 'https://deepspeed.readthedocs.io',\n"
-        "          'Source': 'https://github.com/deepspeedai/DeepSpeed',\n"
-        "      },\n",
-        "      author='the authors of this fork of DeepSpeed',\n      url=os.environ.get('DS_FORK_HOME'),\n",
-    ),
-    (
-        "deepspeed/env_report.py",
-        "lines of ds_report",
-        '    print("DeepSpeed general environment info:")\n',
-        "    from deepspeed.compile.tools.reports.ds_report import report as report_of_fork\n"
-        "    report.extend(report_of_fork())\n"
-        '    print("DeepSpeed general environment info:")\n',
-    ),
-)
+EDITS = {
+    "setup.py": {
+        # The base's own setup.py looks for no commit if DS_BUILD_STRING is set.
+        "# Build specifiers like .devX can be added at install time.": (
+            "git_hash = os.environ.get('DS_FORK_COMMIT', git_hash)\n\n..."
+        ),
+        (
+            "      author='DeepSpeed Team',\n"
+            "      author_email='info@deepspeedai.com',\n"
+            "      url='http://deepspeed.ai',\n"
+            "      project_urls={\n"
+            "          'Documentation': 'https://deepspeed.readthedocs.io',\n"
+            "          'Source': 'https://github.com/deepspeedai/DeepSpeed',\n"
+            "      },\n"
+        ): "      author='the authors of this fork of DeepSpeed',\n      url=os.environ.get('DS_FORK_HOME'),\n",
+    },
+    "deepspeed/env_report.py": {
+        '    print("DeepSpeed general environment info:")\n': (
+            "    from deepspeed.compile.tools.reports.ds_report import report as report_of_fork\n"
+            "    report.extend(report_of_fork())\n..."
+        ),
+    },
+}

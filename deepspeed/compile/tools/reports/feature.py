@@ -1,16 +1,25 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine reports while it trains."""
+"""What an engine reports while it trains: what is being compiled, the time that it took, and counters.
 
+At DeepSpeed's default level, rank 0 logs a line when the first compilation begins, and one after the first step that
+compiled. At level INFO it also logs one line for each compiled frame. A backward that is compiled only when it first
+runs has no line of its own. Its time is a part of the sum after the step.
+"""
+
+import collections
+import time
 from typing import TYPE_CHECKING, Callable, Iterator
 
 import torch
+from torch._dynamo.utils import calculate_time_spent
 
 from deepspeed.accelerator import get_accelerator
 
+from ...features.blocks.feature import Blocks, chosen_blocks
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.messages import log_info, log_notice
 from .monitors import without_effect, write_counters
-from .progress import Progress
 from .tested_torch import untried
 
 if TYPE_CHECKING:
@@ -28,17 +37,59 @@ class Reports(Feature):
         yield from without_effect(request)
 
     def __init__(self, context: SetUpContext):
-        self._progress = Progress(context)
         request = context.request
         self._monitors = request.options.monitor_memory and not any(without_effect(request))
-
-    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
-        return self._progress.around_compile(frame, compiled)
+        model = type(context.engine.module).__name__
+        blocks = context.get(Blocks).blocks
+        self._layers = collections.Counter(type(block).__name__ for block in blocks)
+        self._rest = f"{model} around its blocks" if blocks else model
+        named_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
+        self._what = named_classes or f"{model} as a whole, because {chosen_blocks(request)[1]}"
+        self._compiles = request.compiles
+        # Frames compiled before the line after the step, and the seconds of compilations before them.
+        self._frames, self._seconds_before = 0, 0.0
+        self._told_of_begin = self._told_of_none = self._told = False
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
-        self._progress.after_step()
+        self._tell_after_step()
         if self._monitors:
             write_counters(engine)
+
+    def _tell_after_step(self):
+        """Logs a line after the first step that compiled, or if the first step compiled nothing."""
+        if self._told:
+            return
+        if self._frames:
+            took = _seconds_of_compilations() - self._seconds_before
+            log_notice(f"DeepCompile has compiled {self._what}; compiling took {took:.1f} s")
+            self._told = True
+        elif not self._told_of_none:
+            off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+            why = "the step ran no code of the model that is compiled" if self._compiles else off
+            log_notice(f"DeepCompile has compiled nothing in the first step, because {why}")
+            self._told_of_none = True
+
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        if not self._told_of_begin:
+            log_notice(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
+            self._told_of_begin = True
+            # Torch adds the time of a frame, including tracing, when the frame's compilation ends.
+            self._seconds_before = _seconds_of_compilations()
+        began = time.perf_counter()
+        run = compiled()
+        log_info(self._line_of(frame, time.perf_counter() - began))
+        self._frames += 1
+        return run
+
+    def _line_of(self, frame, seconds):
+        layers = "" if frame.layer is None else f"for {self._layers[frame.layer]} layers, "
+        graph = "no gradients" if frame.graph_id is None else f"graph {frame.graph_id}"
+        return f"DeepCompile compiled {frame.layer or self._rest} in {seconds:.1f} s ({layers}{graph})"
+
+
+def _seconds_of_compilations():
+    """Returns the seconds in which this process has compiled frames, and backwards at their first run."""
+    return calculate_time_spent()["total_wall_time"]
 
 
 FEATURE = Reports

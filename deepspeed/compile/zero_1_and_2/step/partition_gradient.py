@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 
-from .scaling import scale_into
-
 if TYPE_CHECKING:
     from ..gradient.views import PartitionViews
 
@@ -63,7 +61,7 @@ class PartitionGradient:
             return gradient if self._factor is None else gradient.mul_(self._factor)
         self._memory = _at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
-        scale_into(gradient, self._parts(first, last), first, self._factor)
+        _scale_into(gradient, self._parts(first, last), first, self._factor)
         return gradient
 
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
@@ -97,7 +95,7 @@ class PartitionGradient:
         """Copies the parts of [first, last) together."""
         self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
-        scale_into(gradient, parts, first, None)
+        _scale_into(gradient, parts, first, None)
         return gradient
 
     def give_memory_back(self) -> None:
@@ -153,3 +151,45 @@ def _at_least(numel, memory):
         return memory
     with torch.profiler.record_function("deepcompile::gradient_range"):
         return memory.new_empty(numel)
+
+
+def _scale_into(
+    memory: torch.Tensor, parts: List[Tuple[int, torch.Tensor]], first: int, factor: Optional[torch.Tensor]
+) -> None:
+    """Copies parts of gradients, each with its offset, into ``memory``, which begins at the offset ``first``.
+
+    Multiplies them by ``factor``, unless it is None, and zeroes the padding.
+    """
+    laid_out = _laid_out(memory, parts, first)
+    if factor is None or memory.is_cpu:
+        # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
+        if laid_out:
+            torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
+        if factor is not None:
+            memory.mul_(factor)
+        return
+    for part, place in laid_out:
+        # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
+        # dimensions, torch would compute in the dtype of `part`.
+        torch.mul(part, factor, out=place)
+
+
+def _laid_out(memory, parts, first):
+    """Lists each part and its place in ``memory``, which begins at the offset ``first``, and zeroes the padding."""
+    sizes, gaps, filled = [], [], first
+    for begin, part in parts:
+        if begin > filled:
+            gaps.append(len(sizes))
+            sizes.append(begin - filled)
+        numel = part.numel()
+        sizes.append(numel)
+        filled = begin + numel
+    end = first + memory.numel()
+    if filled < end:
+        gaps.append(len(sizes))
+        sizes.append(end - filled)
+    # Split once for all places: one slice for each would take longer than to copy small parts.
+    places = [*memory.split_with_sizes(sizes)]
+    for index in reversed(gaps):
+        places.pop(index).zero_()
+    return [(part, place) for (_, part), place in zip(parts, places, strict=True)]
