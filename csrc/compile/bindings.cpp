@@ -147,7 +147,13 @@ void bind_copy_engines(py::module m)
                 std::vector<Message> messages;
                 for (const auto& [contribution, shard] : tensors) { messages.push_back({contribution, shard}); }
                 Works works;
-                engines.reduce(messages, divisor, works);
+                try {
+                    engines.reduce(messages, divisor, works);
+                } catch (...) {
+                    // Streams may still write to the tensors, which Python drops.
+                    for (auto& work : works) { work->synchronize(); }
+                    throw;
+                }
                 return works;
             },
             unlocked())

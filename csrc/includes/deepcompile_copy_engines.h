@@ -238,7 +238,7 @@ struct MappedMemory {
 
 class CopyEngines : public Carrier, public std::enable_shared_from_this<CopyEngines> {
 public:
-    /// `streams`: one that stages, one that adds, one that gathers, and then those that pull. `staging`: as many slots
+    /// `streams`: one that stages, one that adds, those that pull, and one that gathers. `staging`: as many slots
     /// of (world - 1) rows of `row_bytes` as `slots` says. `device`: this rank's.
     CopyEngines(std::shared_ptr<Signals> signals,
                 int64_t rank,

@@ -321,6 +321,23 @@ def test_loss_in_tiles(ranks, options, backend):
         assert error < BOUND and from_graphs > 0
 
 
+def test_a_loss_in_tiles_lets_its_input_go():
+    """The hidden states of all tokens would stay through the backward of all layers, until the loss is dropped."""
+    head = nn.Linear(WIDTH, VOCABULARY)
+    hidden = torch.randn(1, 8, WIDTH, requires_grad=True)
+    wanted = torch.autograd.grad(head(hidden).sum(), hidden)[0]
+    copied = hidden.clone()
+    memory = StorageWeakRef(copied.untyped_storage())
+    loss = sequence_tiled_compute(
+        lambda x: head(x).sum(), 8, 4, {"x": copied}, {}, "x", [*head.parameters()], 0, output_reduction="sum"
+    )
+    del copied
+    loss.backward(retain_graph=True)
+    assert not memory.expired() and torch.allclose(hidden.grad, wanted)
+    loss.backward()
+    assert memory.expired() and torch.allclose(hidden.grad, 2 * wanted)
+
+
 def test_the_example_replaces_no_other_loss():
     """A model whose logits are capped would train on another loss, and tiles that are unequal lose gradients."""
     transformers = pytest.importorskip("transformers")

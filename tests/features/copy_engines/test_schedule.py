@@ -144,7 +144,7 @@ def play(ranks, calls, pick, is_queued=lambda rank: True):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(shapes, st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers())
 def test_every_sum_has_the_rows_of_its_portion(shape, counts, seed):
-    """Without this, a slot or a buffer could be written before all have read it, or streams could wait in a circle."""
+    """Without this, a slot or a row could be written before all have read it, or streams could wait in a circle."""
     ranks = [Rank(shape, rank) for rank in range(shape[0])]
     calls, first = [], 0
     for count in counts:
