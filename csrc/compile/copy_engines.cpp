@@ -202,31 +202,32 @@ void CopyEngines::run(const Step& step,
 
 void CopyEngines::stage(const Portion& portion, int64_t slot, const std::vector<Message>& messages)
 {
-    const auto& on = streams_[Step::staging];
+    Copies copies;
     for (const auto& span : portion) {
         const auto from = address_of(messages[span.message].contribution);
         const auto shard_bytes = bytes_of(messages[span.message].shard);
         for (const auto peer : shape_.peers()) {
             const auto row = slot * (shape_.world - 1) + Shape::row(peer, shape_.rank);
-            driver_.copy(on.handle,
-                         staging_.addresses[shape_.rank] + row * row_bytes_ + span.offset,
-                         from + peer * shard_bytes + span.first,
-                         span.bytes);
+            copies.add(staging_.addresses[shape_.rank] + row * row_bytes_ + span.offset,
+                       from + peer * shard_bytes + span.first,
+                       span.bytes);
         }
     }
+    driver_.copy_one_by_one(streams_[Step::staging].handle, copies);
 }
 
 void CopyEngines::pull(
     const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, const std::vector<Message>& messages)
 {
     const auto row = slot * (shape_.world - 1) + Shape::row(shape_.rank, peer);
+    Copies copies;
     for (const auto& span : portion) {
         const auto& [contribution, shard] = messages[span.message];
-        driver_.copy(on.handle,
-                     address_of(contribution) + peer * bytes_of(shard) + span.first,
-                     staging_.addresses[peer] + row * row_bytes_ + span.offset,
-                     span.bytes);
+        copies.add(address_of(contribution) + peer * bytes_of(shard) + span.first,
+                   staging_.addresses[peer] + row * row_bytes_ + span.offset,
+                   span.bytes);
     }
+    driver_.copy(on.handle, copies);
 }
 
 void CopyEngines::add(const Portion& portion, const std::vector<Message>& messages, double scale)
@@ -278,12 +279,15 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
     const uint32_t number = ++gathers_begun_;
     signals_->expect(Channel::updated, number);
     post(gathers_, Channel::updated, number);
+    Copies own;
     for (size_t index = 0; index < shards.size(); ++index) {
         const auto bytes = bytes_of(shards[index]);
-        driver_.copy(gathers_.handle, address_of(runs[index]) + shape_.rank * bytes, address_of(shards[index]), bytes);
+        own.add(address_of(runs[index]) + shape_.rank * bytes, address_of(shards[index]), bytes);
     }
+    driver_.copy_one_by_one(gathers_.handle, own);
     for (const auto peer : shape_.peers()) {
         wait(gathers_, peer, Channel::updated, number);
+        Copies copies;
         for (size_t index = 0; index < runs.size(); ++index) {
             const auto& run = runs[index];
             const auto shard = bytes_of(run) / shape_.world;
@@ -294,8 +298,9 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
             // A peer's shard lies where this rank's memory has room for it, or where this rank's own shard lies.
             const auto like = shards.empty() ? there : address_of(shards[index]);
             const auto& flat = flat_with(like, shard);
-            driver_.copy(gathers_.handle, there, flat.addresses[peer] + (like - flat.addresses[shape_.rank]), shard);
+            copies.add(there, flat.addresses[peer] + (like - flat.addresses[shape_.rank]), shard);
         }
+        driver_.copy(gathers_.handle, copies);
     }
     post(gathers_, Channel::gathered, number);
     return c10::make_intrusive<Carried>(record_event(gathers_.stream), device_, signals_);

@@ -7,6 +7,8 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
+
 // The few functions of the CUDA driver that torch does not offer without CUDA's headers.
 
 namespace deepcompile {
@@ -19,6 +21,16 @@ constexpr unsigned register_portable = 1, register_for_device = 2;
 constexpr unsigned wait_until_reached = 0;  // cyclic: (int32_t)(word - number) >= 0
 // After the stream's earlier writes are visible to all.
 constexpr unsigned write_in_order = 0;
+// A driver was seen to crash with 50,000 copies in a batch. A thousand make the cost of a call as small as it gets.
+constexpr size_t most_in_a_batch = 1024;
+
+/// How the copies of a batch are made, as CUDA 12.8 lays it out.
+struct Attributes {
+    unsigned order = 1;   ///< sources are read in stream order, so not before a signal for which the stream waits
+    int places[4] = {};   ///< for managed memory, which none of this is
+    unsigned prefer = 1;  ///< copy engines to multiprocessors, where the driver has the choice
+};
+static_assert(sizeof(Attributes) == 24, "the driver reads so many bytes");
 
 template <typename Function>
 void find(void* library, const char* name, Function& function)
@@ -48,6 +60,13 @@ Driver::Driver()
     find(library, "cuCtxGetCurrent", context_);
     find(library, "cuCtxSetCurrent", use_);
     find(library, "cuGetErrorString", describe_);
+    // The function has other arguments since CUDA 13. The version, 12.8, says which are meant.
+    const auto find_version =
+        reinterpret_cast<int (*)(const char*, void**, int, uint64_t, int*)>(dlsym(library, "cuGetProcAddress_v2"));
+    void* found = nullptr;
+    if (find_version && find_version("cuMemcpyBatchAsync", &found, 12080, 0, nullptr) == success) {
+        copy_batch_ = reinterpret_cast<decltype(copy_batch_)>(found);
+    }
 }
 
 void Driver::check(int result, const char* what) const
@@ -58,9 +77,31 @@ void Driver::check(int result, const char* what) const
     TORCH_CHECK(false, std::string("the CUDA driver could not ") + what + ": " + text);
 }
 
-void Driver::copy(void* stream, uint64_t to, uint64_t from, int64_t bytes) const
+void Driver::copy(void* stream, const Copies& copies) const
 {
-    check(copy_(to, from, static_cast<size_t>(bytes), stream), "copy between GPUs");
+    if (!copy_batch_) { return copy_one_by_one(stream, copies); }
+    const Attributes attributes;
+    const size_t attributes_begin = 0;
+    size_t failed = 0;
+    for (size_t first = 0; first < copies.to.size(); first += most_in_a_batch) {
+        check(copy_batch_(copies.to.data() + first,
+                          copies.from.data() + first,
+                          copies.bytes.data() + first,
+                          std::min(copies.to.size() - first, most_in_a_batch),
+                          &attributes,
+                          &attributes_begin,
+                          1,
+                          &failed,
+                          stream),
+              "copy between GPUs");
+    }
+}
+
+void Driver::copy_one_by_one(void* stream, const Copies& copies) const
+{
+    for (size_t index = 0; index < copies.to.size(); ++index) {
+        check(copy_(copies.to[index], copies.from[index], copies.bytes[index], stream), "copy between GPUs");
+    }
 }
 
 void Driver::write(void* stream, uint64_t address, uint32_t number) const
