@@ -213,7 +213,7 @@ void CopyEngines::stage(const Portion& portion, int64_t slot, const std::vector<
                        span.bytes);
         }
     }
-    driver_.copy_one_by_one(streams_[Step::staging].handle, copies);
+    driver_.copy(streams_[Step::staging].handle, copies);
 }
 
 void CopyEngines::pull(
@@ -284,7 +284,7 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
         const auto bytes = bytes_of(shards[index]);
         own.add(address_of(runs[index]) + shape_.rank * bytes, address_of(shards[index]), bytes);
     }
-    driver_.copy_one_by_one(gathers_.handle, own);
+    driver_.copy(gathers_.handle, own);
     for (const auto peer : shape_.peers()) {
         wait(gathers_, peer, Channel::updated, number);
         Copies copies;
