@@ -34,6 +34,8 @@ if GPUS < WORLD:
 
 import deepspeed  # noqa: E402
 from deepspeed.compile.features.copy_engines import carrier as carriers  # noqa: E402
+from deepspeed.compile.features.copy_engines.mapped import mapped  # noqa: E402
+from deepspeed.compile.features.copy_engines.native import native  # noqa: E402
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module  # noqa: E402
 
 # Beside this file.
@@ -273,6 +275,80 @@ def check_memory_and_time(make):
     note("memory after close()", SHARED or abs(left) < 80, f"{left:.0f} MiB of all ranks")
 
 
+def check_copies(make):
+    """Copies by a call for each, and in batches: staged within this GPU, and pulled from another rank's."""
+    peer, most, longest = (RANK + 1) % WORLD, 256, MIB
+    shared = mapped(most * longest, torch.uint8, LIKE.device, dist.group.WORLD)
+    plain = torch.empty_like(shared.tensor)
+    matrix = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    stream, main = torch.cuda.Stream(priority=-1), torch.cuda.current_stream()
+
+    def bytes_of(rank):
+        generator = torch.Generator(device="cuda").manual_seed(rank)
+        return torch.randint(256, plain.shape, generator=generator, device="cuda", dtype=torch.uint8)
+
+    def copied(where_to, where_from, count, size, in_batches):
+        """Returns for how long the host and then the GPU are busy with these copies, in seconds."""
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            # The GPU begins when all are queued.
+            torch.cuda._sleep(10_000_000)
+            begin.record()
+        # Two that follow each other on one side do not on the other, so that no driver joins them.
+        listed = [(where_to + (most - 1 - i) * longest, where_from + i * longest, size) for i in range(count)]
+        host = native().copy(stream.cuda_stream, listed, in_batches)
+        end.record(stream)
+        torch.cuda.synchronize()
+        return host, begin.elapsed_time(end) / 1e3
+
+    def products(where_to, where_from, in_batches):
+        """Returns how long matrix products take, in seconds. ``in_batches``: how copies beside them are queued."""
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        listed = [(where_to + i * longest, where_from + i * longest, 4 * longest) for i in range(0, most, 4)]
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10_000_000)
+            main.wait_event(stream.record_event())
+        for _ in range(0 if in_batches is None else 8):
+            native().copy(stream.cuda_stream, listed, in_batches)
+        begin.record(main)
+        for _ in range(4):
+            matrix @ matrix
+        end.record(main)
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    own = shared.addresses[RANK]
+    cases = {
+        "staged": (own, plain.data_ptr(), plain, shared.tensor, RANK),
+        "pulled": (plain.data_ptr(), shared.addresses[peer], shared.tensor, plain, peer),
+    }
+    for name, (where_to, where_from, source, target, rank) in cases.items():
+        source.copy_(bytes_of(RANK))
+        for size in (MIB // 16, MIB):
+            wanted = bytes_of(rank).view(most, longest)[:, :size].flip(0)
+            for count in (1, 16, most):
+                texts, right = [], True
+                for in_batches in (False, True):
+                    dist.barrier()
+                    target.zero_()
+                    times = [copied(where_to, where_from, count, size, in_batches) for _ in range(9)]
+                    host, device = (sorted(column)[4] for column in zip(*times))
+                    right &= torch.equal(target.view(most, longest)[-count:, :size], wanted[-count:])
+                    texts.append(f"host {1e6 * host / count:.2f} us each, {count * size / device / 1e9:.0f} GB/s")
+                note(f"{name}, {count} of {size // 1024} KiB", right, f"{texts[0]}; in batches {texts[1]}")
+        took = [
+            sorted(products(where_to, where_from, how) for _ in range(5))[2] * 1e3 for how in (None, None, False, True)
+        ]
+        text = f"{took[1]:.2f} ms alone, {took[2]:.2f} beside copies, {took[3]:.2f} beside batches"
+        # A driver that copies by multiprocessors takes them from products. Of memory's speed both take a part.
+        note(f"products while bytes are {name}", True, text)
+
+
 def check_a_rank_that_hangs(make):
     """The last rank does not come while the others have queued more than the staging holds. All must raise."""
     carrier = make(MIB, 3, HANG_TIMEOUT)
@@ -416,6 +492,7 @@ def main():
         check_gathers,
         check_sharded_gathers,
         check_memory_and_time,
+        check_copies,
         check_a_rank_that_hangs,
         check_training,
         check_death_in_training,
