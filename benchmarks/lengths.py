@@ -9,10 +9,10 @@ From the root of the repository::
 
 All rows checkpoint every layer of a Qwen3-8B, and keep the layers' inputs on the host. "Off" and "fork, tiles" also
 have MLPs in tiles, and "off" its loss: these are the pieces of DeepSpeed's ALST. "Fork" has its loss in chunks, but in
-tiles where it says so and at the longest length, and FSDP2 in tiles that it checkpoints. To compare systems 8 or 6 of
-36 layers are trained, with AdamW's states in fp32; all 36 with states in 8 bits and remainders; and 2 at the longest
-length. Each run starts in a process of its own, so that one that fails loses one row, and no run starts whose estimate
-exceeds what is left of ``--seconds``.
+tiles where it says so, at the longest length, and with all layers of 131,072 tokens, and FSDP2 in tiles that it
+checkpoints. To compare systems 8 or 6 of 36 layers are trained, with AdamW's states in fp32; all 36 with states in 8
+bits and remainders; and 2 at the longest length. Each run starts in a process of its own, so that one that fails loses
+one row, and no run starts whose estimate exceeds what is left of ``--seconds``.
 
 What a step should take, before it was measured. A layer has 192.9 million elements, of which the MLP has 151.0. With
 checkpointing an element takes 8 operations a token, and in a tiled MLP 10, because a tile's forward runs three times.

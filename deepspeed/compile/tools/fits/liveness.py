@@ -8,7 +8,6 @@ values have memory, and from which kernel to which.
 
 import collections
 import copy
-import math
 import operator
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -161,15 +160,14 @@ def _workspace(kernel: Any) -> int:
     """
     if not kernel.is_extern() or "attention_for_cpu_backward" not in str(getattr(kernel.node, "op_overload", "")):
         return 0
-    _, queries, *others = kernel.node.inputs[:4]
-    (_, heads, _, width), numel = map(int, queries.get_size()), _numel(queries)
-    fewer = [(_numel(other), int(other.get_size()[1])) for other in others if int(other.get_size()[1]) != heads]
-    for_all_heads = sum(numel_of_other // heads_of_other * heads for numel_of_other, heads_of_other in fewer)
+    _, queries, *keys_and_values = kernel.node.inputs[:4]
+    _, heads, _, width = map(int, queries.get_size())
+    numel, for_all_heads = int(queries.get_numel()), 0
+    for tensor in keys_and_values:
+        own_heads = int(tensor.get_size()[1])
+        if own_heads != heads:
+            for_all_heads += int(tensor.get_numel()) // own_heads * heads
     return 4 * (numel + numel // width) + queries.get_dtype().itemsize * for_all_heads
-
-
-def _numel(value):
-    return math.prod(map(int, value.get_size()))
 
 
 def _written_over(kernel: Any, made: List[Tuple[str, int]], dropped: List[Tuple[str, int]]) -> int:

@@ -125,7 +125,8 @@ class Mode:
         return lines
 
 
-# The pace with sharded parameters, whose blocks are gathered again in the backward, and what checkpointing adds.
+# The pace with sharded parameters, whose blocks are gathered again in the backward, and what checkpointing adds. The
+# latter, and the hundredth more that sharding takes without remainders, come from older runs.
 SHARDED, CHECKPOINTED = 1.07, 0.25
 
 _BASES = (
