@@ -30,7 +30,6 @@ NOISE = 0.07
 PERFORMANCE, PEOPLE, SCALE = "tables.md", "packages.md", "scale.md"
 # What `python -m benchmarks.lengths` trains in this fork: the fields of its question.
 ON_HOST = {"inputs_on_host": True}
-# Measured beside the row of the fork in tables.md, on 2 H200s, 2026-11-26.
 RESHARDED = "2 H200s, 2026-11-26"
 # `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
 # qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4 processes.
@@ -79,10 +78,13 @@ def _peaks(forward, backward, at_rest, step=None):
 
 FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
+COPIES = {"copy_engines": True}
 FROZEN, SHARDED = {"shard_parameters": "frozen"}, {"shard_parameters": "all", "remainders": True}
 
 MEASURED = [
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(81.260, 82.451, 61.088, 68.718)),
+    Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(81.385, 83.125, 61.213, 68.842), pieces=COPIES),
+    Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(67.287, 69.026, 45.957, 53.586), mode=SHARDED, pieces=COPIES),
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(82.428, 82.914, 45.838, 61.104), mode=FSDP2),
     Measured(PERFORMANCE, "qwen3-8b", 2, {"peak": 70.060}, mode=CHECKPOINT),
     Measured(PERFORMANCE, "qwen3-8b", 2, {"peak": 65.155}, mode=FSDP2 | CHECKPOINT),
@@ -136,9 +138,22 @@ MEASURED = [
         for layers, seq, mode, pieces, figures in (
             (8, 32768, {}, ON_HOST, _peaks(47.207, 49.117, 36.417, 41.612)),
             (8, 32768, {}, ON_HOST | {"mlp_tiles": 8}, _peaks(47.207, 49.117, 36.417, 41.612)),
+            (8, 32768, {}, ON_HOST | {"loss_tiles": 8}, {"forward": 42.570, "backward": 46.298}),
+            (6, 131072, {}, ON_HOST, _peaks(74.548, 78.707, 31.386, 35.861)),
             (6, 131072, {}, ON_HOST | {"mlp_tiles": 32}, _peaks(74.548, 78.708, 31.386, 35.862)),
+            # Where the loss was in tiles, the last hidden states stayed until the end of the step, 1.00 GiB of 131,072
+            # tokens. They are let go since, and taken off here.
+            (6, 131072, {}, ON_HOST | {"loss_tiles": 32}, _peaks(51.236, 55.287, 31.388, 35.863)),
+            (2, 262144, {}, ON_HOST | {"mlp_tiles": 64, "loss_tiles": 64}, _peaks(39.453, 55.528, 21.326, 24.364)),
             # The last layer's input, 0.25 GiB, stayed on the device through the backward there.
             (36, 32768, EIGHT_BIT | {"remainders": True}, ON_HOST, _peaks(56.862, 65.367, 46.072, 61.329)),
+            (
+                36,
+                131072,
+                EIGHT_BIT | {"remainders": True},
+                ON_HOST | {"mlp_tiles": 32, "loss_tiles": 32},
+                _peaks(56.775, 75.488, 46.074, 61.331),
+            ),
         )
     ),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 43.34}, layers=16, mode=EIGHT_BIT),

@@ -150,7 +150,9 @@ def micro_batch(rows, number):
     """Returns this rank's rows of a micro-batch. The number alone decides, so a resumed run goes on where it was."""
     first = (number * world + rank) * args.micro_batch
     picked = [rows[index % len(rows)] for index in range(first, first + args.micro_batch)]
-    return {name: torch.stack([row[name] for row in picked]).to(engine.device) for name in picked[0]}
+    batch = {name: torch.stack([row[name] for row in picked]).to(engine.device) for name in picked[0]}
+    # With a cache, texts of a packed row would attend to each other. The engine passes this in training alone.
+    return {**batch, "use_cache": False}
 
 
 def evaluate():

@@ -120,31 +120,23 @@ void bind_copy_engines(py::module m)
         }
         return portions;
     });
-    m.def("schedule",
-          [](int64_t world,
-             int64_t rank,
-             int64_t slots,
-             int64_t receives,
-             int64_t pulls,
-             int64_t first,
-             int64_t portions) {
-              static constexpr const char* acts[] = {"mark", "follow", "wait", "post", "stage", "pull", "add"};
-              py::list steps;
-              for (const auto& step : schedule({world, rank, slots, receives, pulls}, first, portions)) {
-                  py::dict named;
-                  named["act"] = acts[step.act];
-                  named["stream"] = step.stream;
-                  named["event"] = step.event;
-                  named["peer"] = step.peer;
-                  named["channel"] = static_cast<int64_t>(step.channel);
-                  named["number"] = step.number;
-                  named["portion"] = step.portion;
-                  named["slot"] = step.slot;
-                  named["receive"] = step.receive;
-                  steps.append(named);
-              }
-              return steps;
-          });
+    m.def("schedule", [](int64_t world, int64_t rank, int64_t slots, int64_t pulls, int64_t first, int64_t portions) {
+        static constexpr const char* acts[] = {"mark", "follow", "wait", "post", "stage", "pull", "add"};
+        py::list steps;
+        for (const auto& step : schedule({world, rank, slots, pulls}, first, portions)) {
+            py::dict named;
+            named["act"] = acts[step.act];
+            named["stream"] = step.stream;
+            named["event"] = step.event;
+            named["peer"] = step.peer;
+            named["channel"] = static_cast<int64_t>(step.channel);
+            named["number"] = step.number;
+            named["portion"] = step.portion;
+            named["slot"] = step.slot;
+            steps.append(named);
+        }
+        return steps;
+    });
     m.def("add_rows", &add_rows);
 
     using Addresses = std::vector<uint64_t>;
@@ -155,7 +147,13 @@ void bind_copy_engines(py::module m)
                 std::vector<Message> messages;
                 for (const auto& [contribution, shard] : tensors) { messages.push_back({contribution, shard}); }
                 Works works;
-                engines.reduce(messages, divisor, works);
+                try {
+                    engines.reduce(messages, divisor, works);
+                } catch (...) {
+                    // Streams may still write to the tensors, which Python drops.
+                    for (auto& work : works) { work->synchronize(); }
+                    throw;
+                }
                 return works;
             },
             unlocked())
@@ -166,7 +164,7 @@ void bind_copy_engines(py::module m)
                          Addresses staging,
                          int64_t staging_bytes,
                          int64_t slots,
-                         at::Tensor receive) {
+                         int64_t row_bytes) {
                  std::vector<OwnStream> own;
                  for (const auto& [id, type, handle] : streams) {
                      own.push_back({c10::Stream::unpack3(id, device.index(), static_cast<c10::DeviceType>(type)),
@@ -177,7 +175,8 @@ void bind_copy_engines(py::module m)
                                                       std::move(own),
                                                       MappedMemory{std::move(staging), staging_bytes},
                                                       slots,
-                                                      std::move(receive));
+                                                      row_bytes,
+                                                      device);
              }),
              py::kw_only(),
              py::arg("signals"),
@@ -187,7 +186,7 @@ void bind_copy_engines(py::module m)
              py::arg("staging"),
              py::arg("staging_bytes"),
              py::arg("slots"),
-             py::arg("receive"))
+             py::arg("row_bytes"))
         .def(
             "add_flat",
             [](CopyEngines& engines, Addresses addresses, int64_t bytes) {

@@ -56,24 +56,22 @@ CopyEngines::CopyEngines(std::shared_ptr<Signals> signals,
                          std::vector<OwnStream> streams,
                          MappedMemory staging,
                          int64_t slots,
-                         at::Tensor receive)
+                         int64_t row_bytes,
+                         c10::Device device)
     : signals_(std::move(signals)),
       driver_(Driver::get()),
       context_(driver_.context()),
       streams_(streams.begin(), streams.end() - 1),
       gathers_(streams.back()),
       staging_(std::move(staging)),
-      receive_(std::move(receive)),
-      shape_{signals_->world(), rank, slots, receive_.size(0), static_cast<int64_t>(streams.size()) - 3},
-      row_bytes_(receive_.size(2))
+      shape_{signals_->world(), rank, slots, static_cast<int64_t>(streams.size()) - 3},
+      row_bytes_(row_bytes),
+      device_(device)
 {
     TORCH_CHECK_VALUE(shape_.pulls > 0, "copy engines need a stream that pulls");
     TORCH_CHECK_VALUE(static_cast<int64_t>(staging_.addresses.size()) == shape_.world &&
                           staging_.bytes >= slots * (shape_.world - 1) * row_bytes_,
                       "the staging must have all slots, on every rank");
-    TORCH_CHECK_VALUE(
-        receive_.scalar_type() == at::kByte && receive_.is_contiguous() && receive_.size(1) == shape_.world - 1,
-        "the receive buffers must be uint8 [buffers, world - 1, bytes]");
     TORCH_CHECK(context_, "the calling thread has no CUDA context");
     const auto& words = signals_->words();
     // The driver maps whole pages.
@@ -111,7 +109,7 @@ c10::Event& CopyEngines::event(int64_t index)
 {
     if (index >= static_cast<int64_t>(events_.size())) { events_.resize(index + 1); }
     auto& found = events_[index];
-    if (!found) { found.emplace(receive_.device().type()); }
+    if (!found) { found.emplace(device_.type()); }
     return *found;
 }
 
@@ -147,27 +145,28 @@ void CopyEngines::reduce(std::vector<Message>& messages, double divisor, Works& 
     const auto count = static_cast<int64_t>(portions.size());
     const auto first = std::exchange(portions_, portions_ + static_cast<uint32_t>(count));
 
-    const auto ready = record_event(current_stream(receive_.device()));
-    const auto& staging = streams_[Step::staging].stream;
+    const auto ready = record_event(current_stream(device_));
     const auto& adding = streams_[Step::adding].stream;
-    ready.block(staging);
+    ready.block(streams_[Step::staging].stream);
     ready.block(adding);
     // Before a stream waits for them: the watcher bounds these waits also if what follows raises.
     signals_->expect(Channel::staged, portions_);
     if (portions_ > shape_.slots) {
         signals_->expect(Channel::pulled, portions_ - static_cast<uint32_t>(shape_.slots));
     }
+    const auto add_work = [&] {
+        // Also where a step raised, the caller must wait for all that was put on streams, because it uses the memory of
+        // the contributions.
+        for (const auto& own : streams_) { record_event(own.stream).block(adding); }
+        works.push_back(c10::make_intrusive<Carried>(record_event(adding), device_, signals_));
+    };
     try {
         for (const auto& step : schedule(shape_, first, count)) { run(step, portions, messages, 1 / divisor); }
     } catch (...) {
-        // The caller must wait for what was put on streams.
-        record_event(staging).block(adding);
-        works.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
+        add_work();
         throw;
     }
-    // This rank's contributions may be staged later than its own sum is ready.
-    record_event(staging).block(adding);
-    works.push_back(c10::make_intrusive<Carried>(record_event(adding), receive_.device(), signals_));
+    add_work();
 }
 
 void CopyEngines::run(const Step& step,
@@ -193,10 +192,10 @@ void CopyEngines::run(const Step& step,
             stage(portions[step.portion], step.slot, messages);
             return;
         case Step::pull:
-            pull(on, portions[step.portion], step.peer, step.slot, step.receive);
+            pull(on, portions[step.portion], step.peer, step.slot, messages);
             return;
         case Step::add:
-            add(portions[step.portion], step.receive, messages, scale);
+            add(portions[step.portion], messages, scale);
             return;
     }
 }
@@ -217,29 +216,26 @@ void CopyEngines::stage(const Portion& portion, int64_t slot, const std::vector<
     }
 }
 
-void CopyEngines::pull(const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, int64_t receive)
+void CopyEngines::pull(
+    const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, const std::vector<Message>& messages)
 {
     const auto row = slot * (shape_.world - 1) + Shape::row(shape_.rank, peer);
-    // Spans follow each other but for their alignment, so one copy brings all.
-    const auto bytes = portion.back().offset + portion.back().bytes;
-    driver_.copy(on.handle,
-                 address_of(receive_) + (receive * (shape_.world - 1) + Shape::row(peer, shape_.rank)) * row_bytes_,
-                 staging_.addresses[peer] + row * row_bytes_,
-                 bytes);
-}
-
-void CopyEngines::add(const Portion& portion, int64_t receive, const std::vector<Message>& messages, double scale)
-{
-    const c10::StreamGuard on_adding(streams_[Step::adding].stream);
-    const auto rows = receive_[receive];
     for (const auto& span : portion) {
         const auto& [contribution, shard] = messages[span.message];
-        const auto size = shard.element_size();
-        const auto first = span.first / size, numel = span.bytes / size;
-        add_rows(shard.narrow(0, first, numel),
-                 contribution.narrow(0, shape_.rank * shard.numel() + first, numel),
-                 rows.narrow(1, span.offset, span.bytes).view(shard.scalar_type()),
-                 scale);
+        driver_.copy(on.handle,
+                     address_of(contribution) + peer * bytes_of(shard) + span.first,
+                     staging_.addresses[peer] + row * row_bytes_ + span.offset,
+                     span.bytes);
+    }
+}
+
+void CopyEngines::add(const Portion& portion, const std::vector<Message>& messages, double scale)
+{
+    const c10::StreamGuard on_adding(streams_[Step::adding].stream);
+    for (const auto& span : portion) {
+        const auto& [contribution, shard] = messages[span.message];
+        const auto first = span.first / shard.element_size(), numel = span.bytes / shard.element_size();
+        add_rows(shard.narrow(0, first, numel), contribution.view({shape_.world, -1}).narrow(1, first, numel), scale);
     }
 }
 
@@ -278,7 +274,7 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
     TORCH_CHECK(words_, "the copy engines of this group were closed");
     TORCH_CHECK_VALUE(shards.empty() || shards.size() == runs.size(), "each run needs this rank's shard");
     use_context();
-    record_event(current_stream(receive_.device())).block(gathers_.stream);
+    record_event(current_stream(device_)).block(gathers_.stream);
     const uint32_t number = ++gathers_begun_;
     signals_->expect(Channel::updated, number);
     post(gathers_, Channel::updated, number);
@@ -302,7 +298,7 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
         }
     }
     post(gathers_, Channel::gathered, number);
-    return c10::make_intrusive<Carried>(record_event(gathers_.stream), receive_.device(), signals_);
+    return c10::make_intrusive<Carried>(record_event(gathers_.stream), device_, signals_);
 }
 
 void CopyEngines::before_write()
@@ -313,7 +309,7 @@ void CopyEngines::before_write()
     use_context();
     signals_->expect(Channel::gathered, gathers_begun_);
     for (const auto peer : shape_.peers()) { wait(gathers_, peer, Channel::gathered, gathers_begun_); }
-    record_event(gathers_.stream).block(current_stream(receive_.device()));
+    record_event(gathers_.stream).block(current_stream(device_));
 }
 
 }  // namespace deepcompile

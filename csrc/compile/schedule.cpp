@@ -56,9 +56,9 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
 {
     const auto peers = shape.peers();
     const int64_t pulls = std::min<int64_t>(shape.pulls, static_cast<int64_t>(peers.size()));
-    // Events: when a buffer may be written again, and when each stream has pulled into it.
-    const auto is_free = [&](int64_t receive) { return receive * (1 + shape.pulls); };
-    const auto is_pulled = [&](int64_t receive, int64_t stream) { return is_free(receive) + 1 + stream; };
+    // Events: when a portion is staged, and when each stream has pulled its rows of it.
+    constexpr int64_t is_staged = 0;
+    const auto is_pulled = [](int64_t stream) { return 1 + stream; };
     std::vector<Step> steps;
     const auto on = [&](int64_t stream, Step::Act act) -> Step& {
         steps.push_back({act, stream});
@@ -66,7 +66,7 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
     };
     for (int64_t portion = 0; portion < portions; ++portion) {
         const int64_t number = first + portion;
-        const int64_t slot = number % shape.slots, receive = number % shape.receives;
+        const int64_t slot = number % shape.slots;
         const auto numbered = static_cast<uint32_t>(number + 1);
 
         if (number >= shape.slots) {
@@ -80,12 +80,13 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
         auto& stage = on(Step::staging, Step::stage);
         stage.portion = portion;
         stage.slot = slot;
+        on(Step::staging, Step::mark).event = is_staged;
         auto& staged = on(Step::staging, Step::post);
         staged.channel = Channel::staged;
         staged.number = numbered;
 
         for (int64_t stream = 0; stream < pulls; ++stream) {
-            on(Step::pulling + stream, Step::follow).event = is_free(receive);
+            on(Step::pulling + stream, Step::follow).event = is_staged;
         }
         for (size_t index = 0; index < peers.size(); ++index) {
             const int64_t stream = Step::pulling + static_cast<int64_t>(index) % pulls;
@@ -97,45 +98,38 @@ std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions)
             pull.peer = peers[index];
             pull.portion = portion;
             pull.slot = slot;
-            pull.receive = receive;
         }
         for (int64_t stream = 0; stream < pulls; ++stream) {
-            on(Step::pulling + stream, Step::mark).event = is_pulled(receive, stream);
-            if (stream > 0) { on(Step::pulling, Step::follow).event = is_pulled(receive, stream); }
-            on(Step::adding, Step::follow).event = is_pulled(receive, stream);
+            on(Step::pulling + stream, Step::mark).event = is_pulled(stream);
+            if (stream > 0) { on(Step::pulling, Step::follow).event = is_pulled(stream); }
+            on(Step::adding, Step::follow).event = is_pulled(stream);
         }
         auto& pulled = on(Step::pulling, Step::post);
         pulled.channel = Channel::pulled;
         pulled.number = numbered;
 
-        auto& add = on(Step::adding, Step::add);
-        add.portion = portion;
-        add.receive = receive;
-        on(Step::adding, Step::mark).event = is_free(receive);
+        on(Step::adding, Step::add).portion = portion;
     }
     return steps;
 }
 
-void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale)
+void add_rows(const at::Tensor& out, const at::Tensor& rows, double scale)
 {
     auto into = out;
-    const auto times = c10::scalar_to_tensor(scale);
-    if (rows.size(0) == 1) {
-        // One pass over memory, computed in fp32 and rounded once.
-        const auto row = rows[0];
-        if (scale == 0.5) {
-            at::lerp_out(into, own, row, 0.5);
-            return;
-        }
-        if (scale == 1) {
-            at::add_out(into, own, row);
-            return;
-        }
+    const auto count = rows.size(0);
+    // Where one kernel of torch can, it goes through memory once, computes in fp32 and rounds once. On a CPU a mean of
+    // bf16 is rounded before it is divided.
+    if (count == 2 && scale == 0.5) {
+        at::lerp_out(into, rows[0], rows[1], 0.5);
+    } else if (count == 2 && scale == 1) {
+        at::add_out(into, rows[0], rows[1]);
+    } else if (!out.is_cpu() && scale == 1.0 / static_cast<double>(count)) {
+        at::mean_out(into, rows, {0});
+    } else if (!out.is_cpu() && scale == 1) {
+        at::sum_out(into, rows, {0});
+    } else {
+        at::mul_out(into, at::sum(rows, {0}, /*keepdim=*/false, at::kFloat), c10::scalar_to_tensor(scale));
     }
-    auto sum = rows.size(0) == 1 ? rows[0].to(at::kFloat, /*non_blocking=*/false, /*copy=*/true)
-                                 : at::sum(rows, {0}, /*keepdim=*/false, at::kFloat);
-    sum.add_(own);
-    at::mul_out(into, sum, times);
 }
 
 }  // namespace deepcompile

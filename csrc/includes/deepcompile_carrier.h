@@ -40,7 +40,7 @@ public:
     ///
     /// Contributions are ready on the current stream. What happens is put on other streams, and on this one only what
     /// does not wait for other ranks. Appends works to `works`, whose wait() makes the current stream wait, or on a CPU
-    /// the calling thread, until all shards are written and no contribution is read any more. The caller keeps the
+    /// the calling thread, until all shards are written and no contribution is used any more. The caller keeps the
     /// tensors until it has waited, on whichever stream, and waits for each work once.
     ///
     /// If it raises, or a wait() does, the works that were appended are those of what was begun; the caller waits for

@@ -6,9 +6,10 @@ A Carrier for ranks of one host whose GPUs can read each other's memory. A GPU's
 streaming multiprocessor does, so matrix products beside them keep their speed.
 
 Gradients. A rank copies what it contributes to other ranks' shards into its staging, a ring of slots that all ranks
-have mapped, and posts a signal. Each rank waits for that signal of a peer and pulls its row from the peer's slot. When a
-rank has pulled a row from every peer, it posts another signal, after which the peers may fill the slot again, and a
-kernel adds the rows in fp32. What does not fit into one slot goes through in portions.
+have mapped, and posts a signal. Each rank waits for that signal of a peer and pulls its row from the peer's slot, to the
+place of what it has itself staged for this peer. When a rank has pulled a row from every peer, it posts another signal,
+after which the peers may fill the slot again, and a kernel adds the rows in fp32. What does not fit into one slot goes
+through in portions. A kernel may have to wait until matrix products leave room for it, so one adds the rows of all ranks.
 
 Parameters. The flat tensor of a group lies in memory that all ranks have mapped. After the update a rank posts a
 signal, and each rank pulls the shards of its peers to their places.
@@ -147,9 +148,8 @@ std::vector<Portion> cut(const std::vector<int64_t>& shard_bytes, int64_t row_by
 struct Shape {
     int64_t world;
     int64_t rank;
-    int64_t slots;     ///< of the staging
-    int64_t receives;  ///< buffers into which rows are pulled
-    int64_t pulls;     ///< streams that pull
+    int64_t slots;  ///< of the staging
+    int64_t pulls;  ///< streams that pull
 
     /// The other ranks, in the order in which this rank pulls from them. Each rank begins with another one.
     std::vector<int64_t> peers() const;
@@ -165,8 +165,8 @@ struct Step {
         wait,    ///< wait until the word of `peer` in `channel` has reached `number`
         post,    ///< write `number` to this rank's word in `channel`
         stage,   ///< copy `portion` to `slot` of the staging
-        pull,    ///< copy this rank's row of `portion` from `slot` of the peer's staging to the buffer `receive`
-        add,     ///< add the rows of `portion` in the buffer `receive` to this rank's own
+        pull,    ///< copy this rank's row of `portion` from `slot` of the peer's staging to where the peer's row was
+        add,     ///< add the rows of `portion`
     };
     static constexpr int64_t staging = 0, adding = 1, pulling = 2;  ///< streams; the last ones pull
 
@@ -178,7 +178,6 @@ struct Step {
     uint32_t number = 0;
     int64_t portion = -1;
     int64_t slot = -1;
-    int64_t receive = -1;
 };
 
 /// Returns the steps that reduce this many portions, of which `first` were reduced before, in the order in which the
@@ -186,9 +185,8 @@ struct Step {
 /// rank hangs even where the device runs the steps of all streams one after the other.
 std::vector<Step> schedule(const Shape& shape, int64_t first, int64_t portions);
 
-/// Writes to `out` [n] the sum of `own` [n] and of the rows [world - 1, n], times `scale`. bf16, fp16 and fp32; adds in
-/// fp32, and rounds once.
-void add_rows(const at::Tensor& out, const at::Tensor& own, const at::Tensor& rows, double scale);
+/// Writes to `out` [n] the sum of `rows` [world, n], times `scale`. bf16, fp16 and fp32; adds in fp32, and rounds once.
+void add_rows(const at::Tensor& out, const at::Tensor& rows, double scale);
 
 // The driver. (driver.cpp)
 
@@ -240,14 +238,15 @@ struct MappedMemory {
 
 class CopyEngines : public Carrier, public std::enable_shared_from_this<CopyEngines> {
 public:
-    /// `streams`: one that stages, one that adds, one that gathers, and then those that pull. `staging`: as many slots
-    /// of (world - 1) rows as `slots` says. `receive`: uint8 [buffers, world - 1, row_bytes] on the device.
+    /// `streams`: one that stages, one that adds, those that pull, and one that gathers. `staging`: as many slots
+    /// of (world - 1) rows of `row_bytes` as `slots` says. `device`: this rank's.
     CopyEngines(std::shared_ptr<Signals> signals,
                 int64_t rank,
                 std::vector<OwnStream> streams,
                 MappedMemory staging,
                 int64_t slots,
-                at::Tensor receive);
+                int64_t row_bytes,
+                c10::Device device);
     ~CopyEngines() override;
 
     void reduce(std::vector<Message>& messages, double divisor, Works& works) override;
@@ -281,8 +280,9 @@ private:
              const std::vector<Message>& messages,
              double scale);
     void stage(const Portion& portion, int64_t slot, const std::vector<Message>& messages);
-    void pull(const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, int64_t receive);
-    void add(const Portion& portion, int64_t receive, const std::vector<Message>& messages, double scale);
+    void pull(
+        const OwnStream& on, const Portion& portion, int64_t peer, int64_t slot, const std::vector<Message>& messages);
+    void add(const Portion& portion, const std::vector<Message>& messages, double scale);
     const MappedMemory& flat_with(uint64_t begin, int64_t bytes) const;
     void post(const OwnStream& on, Channel channel, uint32_t number);
     void wait(const OwnStream& on, int64_t peer, Channel channel, uint32_t number);
@@ -293,9 +293,9 @@ private:
     const std::vector<OwnStream> streams_;  ///< as `Step` numbers them
     const OwnStream gathers_;
     const MappedMemory staging_;
-    const at::Tensor receive_;
     const Shape shape_;
     const int64_t row_bytes_;
+    const c10::Device device_;
     uint64_t words_;  ///< the device's address of the words; 0 once closed
 
     std::mutex mutex_;

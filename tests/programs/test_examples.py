@@ -115,6 +115,16 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run").num_parameters() > 0
 
 
+@pytest.mark.slow
+def test_packed_rows_train_alike_without_deepcompile(tmp_path):
+    """Texts of a row would attend to each other where DeepCompile is off, or in an evaluation."""
+    arguments = "finetune.py --tiny --pack --length 128 --steps 4 --evaluate-every 4"
+    on, off = (run(tmp_path, f"{arguments} {more}") for more in ("", "--off"))
+    evaluated = [re.findall(r"evaluated ([\d.]+)", printed) for printed in (on, off)]
+    assert losses_of(on) == pytest.approx(losses_of(off), abs=2e-4) and len(losses_of(on)) == 4
+    assert float(*evaluated[0]) == pytest.approx(float(*evaluated[1]), abs=2e-4)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_runs_and_says_where_its_figures_are_from(recipe):

@@ -389,6 +389,11 @@ FAULTS = {
         {"            wait.number = numbered;\n": "            wait.number = numbered - 1;\n"},
         ("features/copy_engines/test_schedule.py",),
     ),
+    "row overwritten before it is staged": Fault(
+        CPP + "schedule.cpp",
+        {"            on(Step::pulling + stream, Step::follow).event = is_staged;\n": ""},
+        ("features/copy_engines/test_schedule.py",),
+    ),
     "words released for signals of before": Fault(
         CPP + "signals.cpp",
         {"    last_[static_cast<size_t>(channel)] = number;\n": ""},
@@ -399,6 +404,11 @@ FAULTS = {
         "compile/fixes/base/schedulers.py",
         {"list(itertools.compress(entries, kept))": "list(entries)"},
         ("fixes/base/test_schedulers.py",),
+    ),
+    "attention's backward without a workspace": Fault(
+        "compile/tools/fits/liveness.py",
+        {"    return 4 * (numel + numel // width) + queries": "    return 4 * numel + queries"},
+        ("tools/fits/test_fits.py",),
     ),
     "memory of inputs on the host grows with each step": Fault(
         "compile/fixes/base/inputs_on_host.py",

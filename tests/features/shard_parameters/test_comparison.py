@@ -35,8 +35,8 @@ def on_two_streams(cycles):
     torch.cuda.synchronize()
     dist.barrier()
     with torch.cuda.stream(training):
-        comparison.start()
         torch.cuda._sleep(cycles)
+        comparison.start()
         comparison.wait()
     numbers = comparison._numbers
     with torch.cuda.stream(evaluating):
@@ -49,7 +49,8 @@ def on_two_streams(cycles):
 
 
 def test_a_comparison_that_comes_late(ranks):
-    """The next gather of the unit would overwrite what a stream has yet to compare, and the device would assert."""
+    """The next gather of the unit would overwrite what a stream has yet to compare, and the device would assert. Or a
+    comparison would wait for what its stream waits for, such as gradients of a rank that waits for the comparison."""
     for cycles in CYCLES:
         answers = ranks(2).run(on_two_streams, cycles)
         assert [answer[1:] for answer in answers] == [([2 * (7 * UNIT_ID_STRIDE + 7)] * 2, True)] * 2

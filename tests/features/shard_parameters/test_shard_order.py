@@ -222,6 +222,7 @@ def compare_one_backward_of_two():
     return relative_error(sharded, whole)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks raise if one of them alone runs uncompiled")
 def test_one_backward_of_a_sharded_engine_and_another_one(ranks):
     """A rank would wait for a block of one engine, and the other rank for a bucket of the other engine."""
     for error in ranks(2).run(compare_one_backward_of_two, timeout=100):

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 # one slot, others are filled.
 STAGING_BYTES = 2**27
 SLOTS = 4
-# Buffers of a slot's size, into which a rank pulls: while the rows in one are added, the other is filled.
-RECEIVES = 2
 # More than one stream hides the pauses between copies.
 PULLS = 2
 # A row is cut at multiples of so many bytes.
@@ -32,8 +30,7 @@ WRITE = "learn that other ranks have read the parameters"
 
 def device_bytes(ranks: int) -> int:
     """Returns the bytes that the carrier of a process group takes on each GPU, besides the flat tensors."""
-    row = row_bytes(ranks)
-    return (SLOTS + RECEIVES) * (ranks - 1) * row
+    return SLOTS * (ranks - 1) * row_bytes(ranks)
 
 
 def row_bytes(ranks: int, staging_bytes: int = STAGING_BYTES, slots: int = SLOTS) -> int:
@@ -89,7 +86,7 @@ class CopyEngineCarrier:
                 staging=self._staging.addresses,
                 staging_bytes=self._staging.tensor.nbytes,
                 slots=slots,
-                receive=torch.empty(RECEIVES, world - 1, row, dtype=torch.uint8, device=device),
+                row_bytes=row,
             )
         self._probe()
         self._signals.set_timeout(timeout or timeout_of(group, device))
@@ -162,6 +159,7 @@ class CopyEngineCarrier:
             for work in self.native.reduce([(sent, got)], 1.0):
                 work.wait()
             self._signals.wait_for_all()
+            # The row that this rank adds is still there.
             wanted = sent.chunk(world)[rank] / (rank + 1) * (world * (world + 1) // 2)
             if not torch.equal(got, wanted):
                 raise RuntimeError("the copied bytes are wrong")

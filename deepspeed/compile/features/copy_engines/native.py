@@ -35,7 +35,7 @@ class CopyEngines(Protocol):
         staging: List[int],
         staging_bytes: int,
         slots: int,
-        receive: torch.Tensor,
+        row_bytes: int,
     ): ...
 
     def reduce(self, messages: List[Tuple[torch.Tensor, torch.Tensor]], divisor: float) -> List[Work]: ...
@@ -57,9 +57,9 @@ class NativePart(Protocol):
 
     def cut(self, shard_bytes: List[int], row_bytes: int) -> List[List[Tuple[int, int, int, int]]]: ...
     def schedule(
-        self, world: int, rank: int, slots: int, receives: int, pulls: int, first: int, portions: int
+        self, world: int, rank: int, slots: int, pulls: int, first: int, portions: int
     ) -> List[Dict[str, Any]]: ...
-    def add_rows(self, out: torch.Tensor, own: torch.Tensor, rows: torch.Tensor, scale: float) -> None: ...
+    def add_rows(self, out: torch.Tensor, rows: torch.Tensor, scale: float) -> None: ...
 
 
 def native() -> NativePart:

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks compare what they do next, and those that differ end in a sentence."""
 
-from typing import TYPE_CHECKING, Any, Dict, NamedTuple, Optional
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, NamedTuple, Optional
 
 import torch
 
@@ -43,6 +45,19 @@ NO_BLOCK, BEGINNING, END = At(0, "no block"), At(1, "the beginning of a backward
 FIRST_OF_UNITS = 3
 
 
+@functools.cache
+def _own_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
+
+
+def _on_own_stream(device: torch.device) -> ContextManager:
+    """Context of the stream of a device's comparisons, which waits for nothing that the device computes.
+
+    The process group's own stream still does, where collectives carry parameters.
+    """
+    return contextlib.nullcontext() if device.type == "cpu" else get_accelerator().stream(_own_stream(device))
+
+
 class Comparison:
     """Compares a number between ranks, so that ranks that took different ways raise before they mix up their messages.
 
@@ -75,12 +90,14 @@ class Comparison:
         if self._work is not None:
             return
         self._at = at or self.at
-        if self._at not in self._made:
-            number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
-            self._made[self._at] = torch.tensor([number, -number], device=self._device)
-        # Other memory each time: another stream may still compare what an earlier collective brought.
-        self._numbers = self._made[self._at].clone()
-        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # The current stream may wait for gradients of another rank, whose stream waits for this rank's number.
+        with _on_own_stream(self._device):
+            if self._at not in self._made:
+                number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
+                self._made[self._at] = torch.tensor([number, -number], device=self._device)
+            # Other memory each time: another stream may still compare what an earlier collective brought.
+            self._numbers = self._made[self._at].clone()
+            self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
         """Whether all ranks have sent their numbers."""
@@ -103,7 +120,7 @@ class Comparison:
         with collective(PURPOSE):
             self._work.wait()
         if not self._numbers.is_cpu:
-            # The memory belongs to the stream that was current in start().
+            # The memory belongs to another stream.
             self._numbers.record_stream(get_accelerator().current_stream())
         # The largest number is the least one.
         same = self._numbers.sum() == 0

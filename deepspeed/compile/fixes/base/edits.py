@@ -65,6 +65,18 @@ EDITS = {
             "            else map_location))"
         ),
     },
+    "deepspeed/runtime/sequence_parallel/ulysses_sp.py": {
+        # To DeepSpeed: SequenceTiledCompute keeps its inputs as attributes of the context. So the hidden states of all
+        # tokens stay through the backward of all layers, until the caller drops the loss. Please save them for the
+        # backward.
+        "            ctx.kwargs_to_shard = kwargs_to_shard\n": (
+            "            ctx.keys_to_shard = keys_to_shard\n"
+            "            ctx.save_for_backward(*kwargs_to_shard.values())\n"
+        ),
+        "        kwargs_to_shard = ctx.kwargs_to_shard\n": (
+            "        kwargs_to_shard = dict(zip(ctx.keys_to_shard, ctx.saved_tensors))\n"
+        ),
+    },
     "deepspeed/utils/debug.py": {
         # subclasses.py
         "    for name, param in model.named_parameters():\n        param_names[param] = name\n": (

@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     input: Optional[int]  # the index of the graph's input whose memory it is, or None
     output: Optional[int]  # the index of the graph's output whose memory it is, or None
     memory: int  # equal numbers have one memory
-    bytes: int  # of its memory, which the graph itself has made; 0 for that of an input or output
+    bytes: int  # of its memory, which the graph itself has made; 0 for that of an input
 
 
 class Moment(NamedTuple):
@@ -57,7 +57,7 @@ def life_of_forward(gm: GraphModule, outputs: int, saved: List[Saved]) -> Life:
             saved.append(Saved(None, None, None, -1, 0))
             continue
         base = base_of(node)
-        is_own = base not in inputs and base not in bases and base not in numbers
+        is_own = base not in inputs and base not in numbers
         size = bytes_of(base.meta.get("val")) if is_own else 0
         number = numbers.setdefault(base, len(numbers))
         saved.append(Saved(node.meta["val"], inputs.get(base), bases.get(base), number, size))
@@ -72,7 +72,7 @@ def life_of_backward(gm: GraphModule, saved: List[Saved], parameters: int) -> Li
     owned = {
         node.target: tensor
         for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), saved)
-        if tensor.input is None and tensor.output is None and tensor.value is not None
+        if tensor.input is None and tensor.value is not None
     }
     return _life(gm, owned, parameters)
 
@@ -140,7 +140,7 @@ def _life(gm: GraphModule, owned: Dict[Any, Saved], parameters: int) -> Life:
     life: Life = []
     for index, kernel in enumerate(kernels):
         live += sum(size for _, size in made[index])
-        most = max(most, live - _written_over(kernel, made[index], dropped[index]))
+        most = max(most, live + _workspace(kernel) - _written_over(kernel, made[index], dropped[index]))
         live -= ends[index] + sum(size for _, size in dropped[index])
         for size, numbers in complete[index]:
             for number in numbers:
@@ -149,6 +149,25 @@ def _life(gm: GraphModule, owned: Dict[Any, Saved], parameters: int) -> Life:
                 most, size = live, 0
     life.append(Moment(most, live))
     return life
+
+
+def _workspace(kernel: Any) -> int:
+    """Returns the bytes that a kernel takes while it runs, beside its results.
+
+    The backward of a GPU's attention adds up the gradient of queries in fp32, and keeps a number for each row. Where
+    keys have fewer heads, it makes their gradients for all heads of the queries before it adds them up. (Inferred from
+    peaks of cuDNN on an H200, torch 2.11; flash-attention's own kernels take as much.)
+    """
+    if not kernel.is_extern() or "attention_for_cpu_backward" not in str(getattr(kernel.node, "op_overload", "")):
+        return 0
+    _, queries, *keys_and_values = kernel.node.inputs[:4]
+    _, heads, _, width = map(int, queries.get_size())
+    numel, for_all_heads = int(queries.get_numel()), 0
+    for tensor in keys_and_values:
+        own_heads = int(tensor.get_size()[1])
+        if own_heads != heads:
+            for_all_heads += int(tensor.get_numel()) // own_heads * heads
+    return 4 * (numel + numel // width) + queries.get_dtype().itemsize * for_all_heads
 
 
 def _written_over(kernel: Any, made: List[Tuple[str, int]], dropped: List[Tuple[str, int]]) -> int:
