@@ -474,7 +474,8 @@ def fit(file: Path, cluster: Cluster) -> str:
         cells.append([name])
         for size in (min(times), two):
             cells[-1] += [f"{1e6 * times[size]:.1f}", f"{1e6 * computed(size):.1f}"]
-        cells[-1].append(f"{(two - one) / (after - before) / 1e9:.0f}")
+        # Where the larger took no longer, the clock has measured noise.
+        cells[-1].append(f"{(two - one) / (after - before) / 1e9:.0f}" if after > before else "-")
     return rows(cells)
 
 

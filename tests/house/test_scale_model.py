@@ -197,3 +197,7 @@ def test_collectives_are_measured_and_compared(package, tmp_path):
         assert list(times) == ["2048", "4096", "8192"] and all(took > 0 for took in times.values())
     table = package("scale").fit(file, package("scale").Cluster())
     assert table.count("\n") == 1 + len(found["seconds"]) - 1, "all but the all-reduce, which nothing in a step uses"
+    # Where others use the machine, a larger message may seem to take no longer than a smaller one.
+    found["seconds"] = {name: dict.fromkeys(times, 1e-5) for name, times in found["seconds"].items()}
+    file.write_text(json.dumps(found))
+    assert package("scale").fit(file, package("scale").Cluster()).count("| - |") == len(found["seconds"]) - 1
