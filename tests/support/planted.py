@@ -274,8 +274,8 @@ FAULTS = {
         ("features/muon/test_muon.py",),
     ),
     "step that an exception ended is forgotten": Fault(
-        FEATURES + "checkpoints/interrupted.py",
-        {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
+        CORE + "engine/state.py",
+        {'            self._interrupted = f"{type(error).__name__}: {error}"\n': ""},
         ("features/checkpoints/test_interrupted.py",),
     ),
     # A parameter ----------------------------------------------------------------------------------------------------

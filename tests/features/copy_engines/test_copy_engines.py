@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.features.copy_engines import mapped
 from deepspeed.compile.features.copy_engines.possible import why_impossible, why_not_on_this_rank
+from deepspeed.compile.zero_1_and_2.parameter.carrier import MappedMemory
 
 from support.lifetime import alive_soon, backward, start
 from support.training import Case
@@ -48,18 +48,17 @@ def test_streams_that_share_a_queue(monkeypatch):
 
 @pytest.mark.quick
 @pytest.mark.options("compile.copy_engines")
-def test_mapped_memory_is_counted_as_long_as_it_lives(monkeypatch):
+def test_mapped_memory_is_counted_as_long_as_it_lives():
     """Memory of a tensor whose data has moved would count as mapped, or memory that another tensor has would not."""
-    monkeypatch.setattr(mapped, "_alive", [])
-    flat, other = torch.zeros(1000), torch.zeros(30)
-    mapped.count(flat)
-    mapped.count(other)
-    assert mapped.mapped_bytes() == 4120
+    mapped, flat, other = MappedMemory(), torch.zeros(1000), torch.zeros(30)
+    mapped.add(flat)
+    mapped.add(other)
+    assert mapped.nbytes == 4120
     flat.data = other.data
     del other
-    assert mapped.mapped_bytes() == 120
+    assert mapped.nbytes == 120
     del flat
-    assert mapped.mapped_bytes() == 0
+    assert mapped.nbytes == 0
 
 
 def memory_that_is_left():

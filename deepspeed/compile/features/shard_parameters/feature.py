@@ -73,7 +73,7 @@ class GathersInBackward(_NextClass):
 
     def backward_epilogue(self, *args, **kwargs) -> None:
         # Before this rank waits for gradients of other ranks, which may wait for collectives of this backward. None of
-        # them waits for gradients of this rank there: the reducer holds these until now (`meets_in_backward`).
+        # them waits for gradients of this rank there: the reducer holds these until now (`hold_on_cpu`).
         self._deepcompile.find(ShardParameters).sharded.passes.finish_backward()
         super().backward_epilogue(*args, **kwargs)
 
@@ -121,7 +121,6 @@ class ShardParameters(Feature):
             blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
-    meets_in_backward = True
     optimizer_mixins = (GathersInBackward,)
 
     @property
