@@ -25,6 +25,7 @@ from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.lifetime import alive_soon, backward, start
 from support.on_ranks import on_ranks
+from support.threads import meanwhile
 from support.training import (
     BOUND,
     NOTHING,
@@ -137,24 +138,16 @@ def test_gradients_kept_by_no_sync_and_coalescing(stage, context):
 @contextlib.contextmanager
 def counters_polled(engine):
     """Within it another thread reads the counters without pause. Yields a list of how long each reading took."""
-    seconds, done = [], threading.Event()
+    seconds = []
 
     def poll():
-        while not done.is_set():
-            began = time.monotonic()
-            gradient_counters(engine)
-            reset_gradient_counters(engine)
-            seconds.append(time.monotonic() - began)
-            # Else it takes a whole core, while the other thread compiles.
-            time.sleep(1e-4)
+        began = time.monotonic()
+        gradient_counters(engine)
+        reset_gradient_counters(engine)
+        seconds.append(time.monotonic() - began)
 
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
+    with meanwhile(poll):
         yield seconds
-    finally:
-        done.set()
-        poller.join()
 
 
 @pytest.mark.sanitized

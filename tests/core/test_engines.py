@@ -5,7 +5,6 @@
 import functools
 import gc
 import random
-import threading
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from support.engines import OVERLAPPED, CaseBeside, check
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes
 from support.on_ranks import on_ranks
+from support.threads import in_threads
 from support.training import (
     BOUND,
     Case,
@@ -131,24 +131,17 @@ def test_steps_in_other_threads():
     """What an engine keeps of a backward would be local to the thread that began the step."""
     cases = [Case(stage=1, model=SMALL, accumulation=2), Case(stage=2, model="EagerBlocks")]
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
-    own_device, raised = device(), []
+    own_device = device()
 
     def run(pair, step):
-        try:
-            if own_device.type == "cuda":
-                # Each thread has a current device of its own.
-                torch.cuda.set_device(own_device)
-            pair.step(step)
-        except BaseException as error:
-            raised.append(error)
+        if own_device.type == "cuda":
+            # Each thread has a current device of its own.
+            torch.cuda.set_device(own_device)
+        pair.step(step)
 
     for step in range(3):
         for pair in pairs:
-            thread = threading.Thread(target=run, args=(pair, step))
-            thread.start()
-            thread.join()
-            if raised:
-                raise raised[0]
+            in_threads([functools.partial(run, pair, step)])
     check([[pair.end() for pair in pairs]], cases)
 
 

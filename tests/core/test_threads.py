@@ -6,7 +6,6 @@ There is no engine around the reducer, so that nothing orders the calls but the 
 """
 
 import collections
-import contextlib
 import datetime
 import functools
 import gc
@@ -24,6 +23,7 @@ from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 from support.meeting import new_store
 from support.on_ranks import on_ranks
 from support.reducers import register
+from support.threads import in_threads, meanwhile
 from support.training import device
 
 pytestmark = pytest.mark.sanitized
@@ -82,52 +82,6 @@ class Registered:
         numel = sum(target.numel() for target in targets.values())
         self.reducer.release(0)
         return right and numel == self.numel
-
-
-def in_threads(functions):
-    """Calls each in a thread of its own, all at once; raises what one of them raised."""
-    ready, errors = threading.Barrier(len(functions)), []
-
-    def call(function):
-        ready.wait()
-        try:
-            function()
-        except BaseException as error:  # noqa: B902 (raised below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-@contextlib.contextmanager
-def meanwhile(function):
-    """Calls ``function()`` again and again in another thread; yields a list that grows with each call."""
-    done, calls, errors = threading.Event(), [], []
-
-    def call():
-        try:
-            while not done.is_set():
-                function()
-                calls.append(None)
-                # Else it takes a whole core while the other thread waits.
-                time.sleep(1e-4)
-        except BaseException as error:  # noqa: B902 (raised below)
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
-        yield calls
-    finally:
-        done.set()
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 @pytest.mark.quick
