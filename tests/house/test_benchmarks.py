@@ -277,7 +277,7 @@ def test_a_run_that_fails_loses_no_other(package, monkeypatch, tmp_path):
 def test_what_the_readme_compares(package, monkeypatch):
     """The command of README.md's table would leave out a mode of FSDP2, or run a system that nobody asked for."""
     compare = package("compare")
-    fork, fsdp2 = "fork, gather overlapped", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
+    fork, fsdp2 = "fork", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
     expected = [fork, f"{fork}, remainders", "fork, sharded", "fork, sharded, remainders", *fsdp2, "base"]
     assert compare.default_systems("plain", ["0", "1"], []) == expected
     monkeypatch.setattr(sys, "argv", ["compare", "--cases", "plain", "checkpoint", "--", "--adam", "fused"])

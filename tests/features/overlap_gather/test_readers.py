@@ -16,12 +16,25 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from deepspeed.compile.features.overlap_gather.arriving import can_be_marked
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
+from support.ids import vary
 from support.models import VOCABULARY
+from support.on_ranks import on_ranks
 from support.parameter_gather import Around, one_rank_late, past_the_class
-from support.training import BOUND, Case, batch, device, make_engine, relative_error
+from support.training import (
+    BOUND,
+    Case,
+    batch,
+    device,
+    make_engine,
+    make_optimizer,
+    ranges_of,
+    relative_error,
+    train_plain,
+)
 
 DELAY = 0.1
 
@@ -121,6 +134,22 @@ def functional(module, state):
     return list(values.values())
 
 
+def in_a_hook_of_state_dict(module, state):
+    found = []
+    handle = module.register_state_dict_pre_hook(lambda *_: found.extend(plain_loop(module, state)))
+    module.state_dict()
+    handle.remove()
+    return found
+
+
+def in_a_hook_of_load_state_dict(module, state):
+    found = []
+    handle = module.register_load_state_dict_post_hook(lambda *_: found.extend(plain_loop(module, state)))
+    module.load_state_dict({}, strict=False)
+    handle.remove()
+    return found
+
+
 def copied_one_by_one(module, state):
     return [copy.copy(parameter) for parameter in module.parameters()]
 
@@ -141,7 +170,7 @@ def compiled(module, state):
 READERS = (
     *(plain_loop, aliases, averaged_model, sync_of_trl, lerp, norms, send, broadcast_itself, state_dict),
     *(kept_variables, copied, saved, on_a_thread, in_inference_mode, functional, copied_one_by_one),
-    *(compiled, compiled),
+    *(in_a_hook_of_state_dict, in_a_hook_of_load_state_dict, compiled, compiled),
 )
 
 
@@ -329,3 +358,141 @@ def test_weights_that_modules_compute(ranks):
     pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
     for errors in ranks(2).run(between_of_computed):
         assert max(errors) < BOUND, errors
+
+
+# How a caller registers a function that reads.
+HOOKS = {
+    "engine": lambda engine, read: engine.register_forward_pre_hook(read),
+    "model, compiled with it": lambda engine, read: engine.module.register_forward_pre_hook(read),
+    "model, uncompiled": lambda engine, read: engine.module.register_forward_pre_hook(torch.compiler.disable(read)),
+    "block": lambda engine, read: engine.module.body.blocks[0].register_forward_pre_hook(read),
+    "step": lambda engine, read: engine.optimizer.optimizer.register_step_post_hook(read),
+}
+
+
+@pytest.mark.options("compile.overlap_param_gather")
+@vary("where", HOOKS)
+@on_ranks(2)
+def test_hooks(where):
+    """A hook within a forward would read parameters for which nothing that runs before it waits. A hook of the
+    optimizer's step would read parameters that are half of this step, where it runs when some were sent."""
+    module = Around().to(device())
+    engine, found = make_engine(module, Case(config={})), []
+
+    def read(*_):
+        found[:] = [parameter.detach().clone() for parameter in module.parameters()]
+
+    HOOKS[where](engine, read)
+    # Where nothing of the caller's runs in a step, it sends some parameters before it has stepped the others.
+    with ranges_of(64), one_rank_late(DELAY):
+        for step in range(3):
+            found.clear()
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            wait_for_parameters(engine)
+            current = [parameter.detach().clone() for parameter in module.parameters()]
+            if where != "step":
+                assert relative_error(found, current) == 0.0
+            engine.backward(loss)
+            engine.step()
+            if where == "step":
+                # The optimizer steps the master weights, from which parameters get their values later.
+                assert relative_error(found, current) == 0.0
+    engine.destroy()
+
+
+def tie_to_a_later_block(module):
+    first, *_, last = module.body.blocks
+    first.up.weight = last.up.weight
+
+
+def tie_head_and_embedding(module):
+    module.head.weight = module.body.embedding.weight
+
+
+# What is tied behind each step.
+TIES = (tie_to_a_later_block, tie_head_and_embedding, lambda _: None, lambda _: None)
+
+
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_tying():
+    """A block waits for the parameters that it had at set-up. One that it gets later, of a unit that arrives behind
+    its own, would be read before it has arrived."""
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(Around().to(device()))
+    module, plain = built
+    case = Case(config={})
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    losses = []
+    with one_rank_late(DELAY):
+        for step, tie in enumerate(TIES):
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            engine.backward(loss)
+            engine.step()
+            tie(module)
+            losses.append(loss.detach())
+    wait_for_parameters(engine)
+    for step, tie in enumerate(TIES):
+        expected = plain(batch(step, 0, dist.get_rank(), 4))
+        assert relative_error([losses[step]], [expected]) < BOUND, step
+        train_plain(plain, optimizer, step)
+        tie(plain)
+    assert relative_error(module.parameters(), plain.parameters()) < BOUND
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_what_differentiates_through_the_model():
+    """A transform of torch.func wraps parameters without asking their class, so only the model's forward would wait
+    for what it reads."""
+    module, ids = Around().to(device()), batch(9, 0, 0, 4)
+    engine = make_engine(module, Case(config={}))
+    gradients = torch.func.grad(lambda values: torch.func.functional_call(module, values, (ids,)))
+    with one_rank_late(DELAY):
+        for step in range(3):
+            train(engine, step)
+            found = gradients(dict(module.named_parameters()))
+            assert relative_error(found.values(), gradients(module.state_dict()).values()) == 0.0
+            train(engine, step)
+            for parameter in module.parameters():
+                read, _ = torch.func.jvp(lambda value: value * 1, (parameter,), (torch.ones_like(parameter),))
+                assert torch.equal(read, parameter)
+    engine.destroy()
+
+
+@on_ranks(1)
+def test_dtensors():
+    """A DTensor's values lie in another tensor, which is read past the DTensor's class. A trained one would stay as it
+    was, and without this fork DeepSpeed raises an error of torch's that names no parameter."""
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    module = Around().to(device())
+    mesh = init_device_mesh(device().type, (1,))
+    module.head.weight = nn.Parameter(distribute_tensor(module.head.weight.detach(), mesh, [Replicate()]))
+    assert not can_be_marked(module.head.weight)
+    with pytest.raises(ValueError, match=r"head.weight is trained and made of other tensors \(DTensor\)"):
+        make_engine(module, Case(config={}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_a_stream_of_the_callers():
+    """A read would make only the stream wait on which parameters were sent, and a stream of the caller's that reads
+    would get old values."""
+    module = Around().to(device())
+    engine, side = make_engine(module, Case(config={})), torch.cuda.Stream()
+    with one_rank_late(DELAY):
+        for step in range(4):
+            train(engine, step)
+            # As in any program: the step's own stream comes first.
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                read = [parameter.detach().clone() for parameter in module.parameters()]
+            wait_for_parameters(engine)
+            torch.cuda.synchronize()
+            assert relative_error(read, module.parameters()) == 0.0
+    engine.destroy()
