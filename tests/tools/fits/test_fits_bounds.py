@@ -119,7 +119,8 @@ def test_what_is_known_when_time_is_over():
     assert all(row.forward is None and {"parameters", "moments", "gradients"} <= {*row.parts} for row in late.rows)
     text = " ".join(text_of(late, "slow", shows_all=False))
     assert "Tracing took more than 0.05 s: rows that say unknown have weights, gradients and states" in text
-    assert "above 0.2  unknown" in text and "Recommended: no mode, because activations are unknown" in text
+    assert "above 0.2  unknown" in text and 'Without activations, "plain" on rank 0, 0.19 GiB: ' in text
+    assert "Recommended: no mode, because activations are unknown" in text
     assert type(torch.ones(1)) is torch.Tensor
     known = fits(Slow, seconds=60, **asked)
     assert [known.verdict(row) for row in known.rows] == ["yes"] * 2 and not any("Tracing" in n for n in known.notes)
