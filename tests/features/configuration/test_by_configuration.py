@@ -394,3 +394,30 @@ def test_arguments_that_are_no_dict(ranks):
     sentence = "compile_kwargs='mode' is not a dict of arguments of torch.compile; pass one, or leave it out"
     assert said == f"ValueError: {sentence}"
     assert ranks(1).run(compiled_with, None) == [None]
+
+
+def in_evaluation_mode_later(loop):
+    loop.step(5)
+    loop.engine.eval()
+
+
+def compiled_by_caller_in_evaluation_mode(loop):
+    compiled_by_caller(loop)
+    loop.engine.eval()
+
+
+@pytest.mark.options("compile.deepcompile")
+@vary(
+    "sharded, before",
+    [
+        ("all", in_evaluation_mode),
+        (None, compiled_by_caller_in_evaluation_mode),
+        (None, in_evaluation_mode_later),
+    ],
+)
+def test_evaluation_mode_in_a_compiled_engine(ranks, sharded, before):
+    """An engine that is compiled before its first step would train without dropout, and nothing say so."""
+    case = Case("BlocksWithin", config={"compile": {"shard_parameters": sharded}} if sharded else None)
+    (found,) = trained(ranks, case, before)
+    assert all(found.compiled)
+    assert len(said(found.warnings, "trains in evaluation mode, without dropout")) == 1

@@ -133,3 +133,25 @@ def test_the_releases_of_torch_are_those_of_the_documentation():
     (default,) = re.findall(r"(?m)^TORCH \?= torch==(\d+\.\d+)\.\d+$", (ROOT / "Makefile").read_text())
     # Those with which the fork is installed and tested by default.
     assert {OLDEST_TORCH, default} <= {*TESTED["cpu"]}
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="there is no git")
+def test_the_commit_is_that_of_now(tmp_path, monkeypatch):
+    """The report of links to a checkout would name the commit at which they were made, whatever came since."""
+
+    def git(*arguments):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=one", "-c", "user.email=one@localhost", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init")
+    copied, linked = tmp_path / "copied.py", tmp_path / "linked.py"
+    copied.touch()
+    linked.symlink_to(copied)
+    for _ in range(2):
+        git("commit", "--allow-empty", "--message", "one more")
+        monkeypatch.setattr(ds_report, "__file__", str(linked))
+        assert ds_report.commit() == git("rev-parse", "--short", "HEAD")
+    # An environment within the checkout that the wheel was not built from.
+    monkeypatch.setattr(ds_report, "__file__", str(copied))
+    monkeypatch.setattr(deepspeed, "__git_hash__", "that of the wheel")
+    assert ds_report.commit() == "that of the wheel"

@@ -84,15 +84,14 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
 
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
-    engine, or if gradients were held before the forward.
+    engine, or if gradients were held before the forward. Warns once of a step in evaluation mode, by whomever and
+    whenever the engine is compiled.
     """
+    if not engine.module.training:
+        _tell_of_evaluation_mode(engine)
     if engine.is_compiled or _is_left_to_caller(engine):
         return
     if not in_own_thread(_waits_on_any_rank, engine):
-        if not engine.module.training:
-            warn(
-                "The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first"
-            )
         _compile(engine, "after its first step")
 
 
@@ -143,6 +142,12 @@ def _tell_of_other_stages(engine):
     )
     # A caller's torch.compile must not trace the logging.
     torch.compiler.disable(log_notice)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
+
+
+def _tell_of_evaluation_mode(engine):
+    if is_set_up_by_compile(engine) and not getattr(engine, "_told_of_evaluation_mode", False):
+        engine._told_of_evaluation_mode = True
+        warn("The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first")
 
 
 def _is_left_to_caller(engine):
