@@ -405,6 +405,16 @@ FAULTS = {
         {"list(itertools.compress(entries, kept))": "list(entries)"},
         ("fixes/base/test_schedulers.py",),
     ),
+    "latest names what other ranks still write": Fault(
+        "compile/fixes/base/whole_checkpoints.py",
+        {"every_rank_raises(purpose) if trains_here(engine) else": "contextlib.nullcontext() if purpose else"},
+        ("fixes/base/test_whole_checkpoints.py",),
+    ),
+    "earlier checkpoint of the same tag is lost": Fault(
+        "compile/fixes/base/checkpoint_files.py",
+        {'os.path.join(folder, f"unfinished_{name}.{rank}.tmp")': "path"},
+        ("fixes/base/test_whole_checkpoints.py",),
+    ),
     "attention's backward without a workspace": Fault(
         "compile/tools/fits/liveness.py",
         {"    return 4 * (numel + numel // width) + queries": "    return 4 * numel + queries"},
