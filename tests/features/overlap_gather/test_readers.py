@@ -179,11 +179,14 @@ def train(engine, step):
     engine.step()
 
 
-def read_between(case, folder):
-    """Largest error of what each reader read, and how often compiled code was compiled for the last one."""
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_readers(tmp_path):
+    """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
     module = Around().to(device())
-    engine, errors, step = make_engine(module, case), {}, 0
-    state = {"folder": folder, "ids": batch(0, 0, dist.get_rank(), 4)}
+    # No option: the gather under the next forward is what everybody gets.
+    engine, wrong, step = make_engine(module, Case(config={})), [], 0
+    state = {"folder": tmp_path, "ids": batch(0, 0, dist.get_rank(), 4)}
     train(engine, 0)
     with one_rank_late(DELAY):
         for reader in READERS:
@@ -193,19 +196,11 @@ def read_between(case, folder):
                 train(engine, step)
                 read = [value.clone() for value in reader(module, state)]
                 wait_for_parameters(engine)
-                error = relative_error(read, module.parameters())
-                errors[reader.__name__] = max(error, errors.get(reader.__name__, 0.0))
+                if relative_error(read, module.parameters()) != 0:
+                    wrong.append(reader.__name__)
     engine.destroy()
-    return errors, state["compilations"]
-
-
-@pytest.mark.options("compile.overlap_param_gather")
-def test_readers(ranks, tmp_path):
-    """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
-    # No option: the gather under the next forward is what everybody gets.
-    for errors, compilations in ranks(2).run(read_between, Case(config={}), str(tmp_path)):
-        assert errors == dict.fromkeys(errors, 0.0)
-        assert sum(compilations) <= 2 and compilations[-1] == 0
+    assert wrong == []
+    assert sum(state["compilations"]) <= 2 and state["compilations"][-1] == 0
 
 
 def arrived_behind_steps(module, engine, kept, step):
@@ -220,10 +215,12 @@ def arrived_behind_steps(module, engine, kept, step):
     return max(errors, default=0.0), on_their_way
 
 
-def keep_memory(case):
-    """What :func:`arrived_behind_steps` finds while memory is kept by nobody, an average, a view and nobody."""
+@on_ranks(2)
+def test_aliases():
+    """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
+    # While memory is kept by nobody, an average, a view and nobody.
     module, found = Around().to(device()), []
-    engine = make_engine(module, case)
+    engine = make_engine(module, Case(config={}))
     train(engine, 0)
     with one_rank_late(DELAY):
         found.append(arrived_behind_steps(module, engine, [], 1))
@@ -236,17 +233,11 @@ def keep_memory(case):
             parameter.data = parameter.data.clone()
         found.append(arrived_behind_steps(module, engine, kept, 9))
     engine.destroy()
-    return found
-
-
-def test_aliases(ranks):
-    """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
-    for found in ranks(2).run(keep_memory, Case(config={})):
-        assert [error for error, _ in found] == [0.0] * 5
-        # Without such readers the next forward begins under the gather.
-        (_, before), *waits, (_, behind), swapped = found
-        waits.append(swapped)
-        assert all(before) and all(behind) and not any(sum(on_their_way) for _, on_their_way in waits)
+    assert [error for error, _ in found] == [0.0] * 5
+    # Without such readers the next forward begins under the gather.
+    (_, before), *waits, (_, behind), swapped = found
+    waits.append(swapped)
+    assert all(before) and all(behind) and not any(sum(on_their_way) for _, on_their_way in waits)
 
 
 def clip(module):
@@ -284,10 +275,12 @@ def initialize(module):
     return lambda value: torch.full_like(value, 0.125)
 
 
-def write_between(case):
-    """Largest error of parameters that were written while others were on their way."""
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_writers():
+    """What was written between a step and the next forward would be overwritten by what is on its way."""
     module = Around().to(device())
-    engine, errors, step = make_engine(module, case), {}, 0
+    engine, errors, step = make_engine(module, Case(config={})), {}, 0
     train(engine, 0)
     with one_rank_late(DELAY):
         for writer in (clip, halve, load, load_without_reading, initialize, replace):
@@ -303,14 +296,7 @@ def write_between(case):
                 error = relative_error(written, expected)
                 errors[writer.__name__] = max(error, errors.get(writer.__name__, 0.0))
     engine.destroy()
-    return errors
-
-
-@pytest.mark.options("compile.overlap_param_gather")
-def test_writers(ranks):
-    """What was written between a step and the next forward would be overwritten by what is on its way."""
-    for errors in ranks(2).run(write_between, Case(config={})):
-        assert max(errors.values()) < BOUND, errors
+    assert max(errors.values()) < BOUND, errors
 
 
 class Computed(Around):
@@ -331,8 +317,11 @@ def computed(module):
     return [*(block.up.weight for block in module.body.blocks), module.head(torch.eye(8, device=device()))]
 
 
-def between_of_computed():
-    """Largest error of weights that modules compute, as they are read and as they are set."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_weights_that_modules_compute():
+    """A parametrization, or a function of torchao's own class, would compute with what was there before the step."""
+    pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
     module, errors = Computed().to(device()), []
     engine = make_engine(module, Case(config={}))
     with one_rank_late(DELAY):
@@ -349,15 +338,8 @@ def between_of_computed():
             written = computed(module)[:-1]
             errors.append(relative_error(written, [torch.full_like(weight, 0.5) for weight in written]))
     engine.destroy()
-    return errors
-
-
-@pytest.mark.slow
-def test_weights_that_modules_compute(ranks):
-    """A parametrization, or a function of torchao's own class, would compute with what was there before the step."""
-    pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
-    for errors in ranks(2).run(between_of_computed):
-        assert max(errors) < BOUND, errors
+    # As weights are read, and as they are set.
+    assert max(errors) < BOUND, errors
 
 
 # How a caller registers a function that reads.
