@@ -4,6 +4,7 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -349,7 +350,13 @@ CHANGING = {"changing": model_of(of_block=ChangingAdapted), "by data": model_of(
 
 @contextlib.contextmanager
 def late(delay):
-    """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
+    """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else.
+
+    ``delay``: None changes nothing.
+    """
+    if delay is None:
+        yield
+        return
     send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
@@ -365,11 +372,11 @@ def late(delay):
         self.buffer.fill_(255)
         give_back(self)
 
-    unit.Unit._send, unit_memory.UnitMemory._give_back = send_late, spoil
-    try:
+    with (
+        mock.patch.object(unit.Unit, "_send", send_late),
+        mock.patch.object(unit_memory.UnitMemory, "_give_back", spoil),
+    ):
         yield
-    finally:
-        unit.Unit._send, unit_memory.UnitMemory._give_back = send, give_back
 
 
 def _received(of_unit):

@@ -83,10 +83,6 @@ def end(engine, module=None):
     return found
 
 
-def same_bits(first, second):
-    """Says of each pair of tensors whether both have the same bits."""
-    return [torch.equal(*pair) for pair in zip(first, second, strict=True)]
-
-
 def same(first, second):
-    return all(same_bits(first, second))
+    """Says whether each pair of tensors has the same bits."""
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))

@@ -11,10 +11,9 @@ from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 
 from support.frozen import MODELS, beside_whole
 from support.ids import vary
-from support.sharded import WHOLE, engine_of, same_bits, section
+from support.on_ranks import on_ranks
+from support.sharded import WHOLE, engine_of, same, section
 from support.training import batch
-
-SLOW = pytest.mark.slow
 
 
 class Stopped(BaseException):
@@ -76,7 +75,12 @@ def after_a_raised_grad(engine, module):
     return penalized
 
 
-def train_beside_whole(read, kept):
+@vary("read", [after_a_forward, after_a_raised_backward], slow=[after_a_raised_forward, after_a_raised_grad])
+@vary("kept", [0], slow=[2])
+@on_ranks(2)
+def test_a_penalty_of_parameters_that_are_whole(read, kept):
+    """The backward would read memory that was given back, and the process would die."""
+
     def work(engine, module, folder):
         read(engine, module).backward()
         engine.step()
@@ -85,20 +89,4 @@ def train_beside_whole(read, kept):
             loss_of(engine)
             assert not any(unit.memory.is_lent for unit in sharded.units), "memory stays for a graph that is gone"
 
-    return same_bits(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))
-
-
-@vary(
-    "read",
-    [
-        after_a_forward,
-        after_a_raised_backward,
-        pytest.param(after_a_raised_forward, marks=SLOW),
-        pytest.param(after_a_raised_grad, marks=SLOW),
-    ],
-)
-@vary("kept", [0, pytest.param(2, marks=SLOW)])
-def test_a_penalty_of_parameters_that_are_whole(ranks, read, kept):
-    """The backward would read memory that was given back, and the process would die."""
-    for equal in ranks(2).run(train_beside_whole, read, kept):
-        assert all(equal)
+    assert same(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))

@@ -20,6 +20,7 @@ from support.beside import warnings_logged
 from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import end, engine_of, section
 from support.training import Case, batch, device, make_engine
@@ -224,11 +225,14 @@ def saved_in_objects(folder):
 
 def another_engine_too_early(folder):
     """Another engine is to train the parameters of an engine that is alive, and then of one that was destroyed."""
-    module, engine = make("all")
-    said = [outcome(another_engine, module, "all")]
-    trained_on(engine, module)
-    engine.destroy()
-    return said, trains(another_engine(module, "all"), module)
+    said, works = [], []
+    for shards in ("all", "frozen"):
+        module, engine = make(shards)
+        said.append(outcome(another_engine, module, shards))
+        trained_on(engine, module)
+        engine.destroy()
+        works.append(trains(another_engine(module, shards), module))
+    return said, all(works)
 
 
 def offloaded_whole(folder):
@@ -305,14 +309,14 @@ REMEDIES = {
     "cannot move it to the host; name other states in include=[...]",
     "and compile.shard_parameters='all' a part of them; leave one of them out",
 )
-@vary("remedy", [function.__name__ for function in REMEDIES])
-def test_what_messages_advise(ranks, tmp_path, remedy):
+@vary("remedy", REMEDIES)
+@on_ranks(2, timeout=300)
+def test_what_messages_advise(tmp_path, remedy):
     """Who does as a message says would meet the next error, or train a model without its values."""
-    (sentence,) = (sentence for function, sentence in REMEDIES.items() if function.__name__ == remedy)
-    for rank, (said, works) in enumerate(ranks(2).run(globals()[remedy], str(tmp_path), timeout=300)):
-        assert works
-        assert all(sentence in each for each in said)
-        assert said or (remedy == "saved_elsewhere" and rank == 0)
+    said, works = remedy(str(tmp_path))
+    assert works
+    assert all(REMEDIES[remedy] in text for text in said)
+    assert said or (remedy is saved_elsewhere and dist.get_rank() == 0)
 
 
 def gathers_that_cannot_begin():
@@ -331,16 +335,13 @@ def test_a_gather_that_cannot_begin():
         assert begun == 0
 
 
-def warned_at_the_end(folder):
+@on_ranks(2)
+def test_the_end_of_a_program_warns_of_nothing(tmp_path):
+    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
     _, engine = make("all")
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(str(tmp_path))
     with warnings_logged() as texts:
         engine.destroy()
-    return texts
-
-
-def test_the_end_of_a_program_warns_of_nothing(ranks, tmp_path):
-    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
-    assert ranks(2).run(warned_at_the_end, str(tmp_path)) == [[], []]
+    assert texts == []
