@@ -83,7 +83,7 @@ def train_beside_whole(read, kept):
         sharded = sharded_blocks(engine)
         if sharded is not None:
             loss_of(engine)
-            assert not any(unit.memory.is_lent for unit in sharded.units), "memory stays for a graph that is gone"
+            assert not any(unit.memory.has_external_views for unit in sharded.units), "memory of a graph that is gone"
 
     return same_bits(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))
 

@@ -619,7 +619,7 @@ def views_that_are_kept(more):
                     engine(batch(0, 0, 0, 4))
                 for block in module.body.blocks:
                     block.view = None
-                feature.sharded_blocks(engine).whole.free_lent()
+                feature.sharded_blocks(engine).whole.free_unviewed()
             sizes.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
     return lines, sizes
@@ -694,7 +694,7 @@ def given_back_at_once():
         gathered.start_gather()
         gathered.finish_gather()
         gathered.reshard()
-        lent += gathered.memory.is_lent
+        lent += gathered.memory.has_external_views
     engine.destroy()
     return lent
 
