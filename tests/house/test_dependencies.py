@@ -26,7 +26,7 @@ OWN = {
     "_compile_arguments",
     "_deepcompile",
     "_memory_recorder",
-    "_told_of_its_stage",
+    "_has_logged_its_stage",
     "base_orders",
     "even_layouts",
     "is_in_our_order",

@@ -9,10 +9,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, joint_reads, unsharded_parameters
-from deepspeed.compile.features.shard_parameters.private_torch import store_of
 from deepspeed.utils import logger
 
 from support.frozen import WIDTH, Adapted, beside_whole, trained_on
@@ -279,7 +279,7 @@ def test_a_state_dict_that_one_rank_saves():
 def test_reads_leave_no_keys():
     """A callback of every step would fill the memory of the process that has the store."""
     module, engine = make("plain", SHARDED)
-    store, counts = store_of(feature.sharded_blocks(engine)._group), []
+    store, counts = distributed_c10d._get_process_group_store(feature.sharded_blocks(engine)._group), []
     for number in (10, 90):
         for _ in range(number):
             module.body.blocks[0].up.weight.sum()

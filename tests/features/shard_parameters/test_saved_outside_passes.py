@@ -87,6 +87,6 @@ def test_a_penalty_of_parameters_that_are_whole(read, kept):
         sharded = sharded_blocks(engine)
         if sharded is not None:
             loss_of(engine)
-            assert not any(unit.memory.is_lent for unit in sharded.units), "memory stays for a graph that is gone"
+            assert not any(unit.memory.has_external_views for unit in sharded.units), "memory of a graph that is gone"
 
     assert same(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))

@@ -536,7 +536,7 @@ def test_views_that_are_kept(more):
                     engine(batch(0, 0, 0, 4))
                 for block in module.body.blocks:
                     block.view = None
-                feature.sharded_blocks(engine).whole.free_lent()
+                feature.sharded_blocks(engine).whole.free_unviewed()
             whole.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
     assert whole == [4, 4, 0]
@@ -595,7 +595,7 @@ def test_a_gather_that_is_given_back_at_once():
         unit.start_gather()
         unit.finish_gather()
         unit.reshard()
-        lent += unit.memory.is_lent
+        lent += unit.memory.has_external_views
     engine.destroy()
     assert lent == 0
 

@@ -47,7 +47,7 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
     """
     if not engine.is_deepcompile_enabled() or engine.is_compiled:
         return
-    _tell_of_other_stages(engine)
+    _log_other_stages(engine)
     if not (torch.is_grad_enabled() or _compiles_before_any_forward(engine)):
         return
     # Disable compilation: a caller's torch.compile would trace this call, and the compiled module would become part of
@@ -106,7 +106,7 @@ def note_arguments(
     Raises:
         ValueError: if ``compile_kwargs`` are no dict.
     """
-    _tell_of_other_stages(engine)
+    _log_other_stages(engine)
     if not isinstance(compile_kwargs, (dict, type(None))):
         raise ValueError(
             f"compile_kwargs={compile_kwargs!r} is not a dict of arguments of torch.compile; pass one, or leave it out"
@@ -126,12 +126,12 @@ def note_arguments(
     return compile_kwargs
 
 
-def _tell_of_other_stages(engine):
+def _log_other_stages(engine):
     """Logs once, for an engine of another stage, what the key ``deepcompile`` does there."""
     stage = engine.zero_optimization_stage()
-    if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_told_of_its_stage", False):
+    if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_has_logged_its_stage", False):
         return
-    engine._told_of_its_stage = True
+    engine._has_logged_its_stage = True
     # An engine without an optimizer does not train, and an engine of AutoSP or AutoTP runs its own passes.
     if engine.optimizer is None or engine.uses_parallelization_pass_only():
         return

@@ -208,14 +208,14 @@ class Recorder:
             with phase("forward", self.device), around as call:
                 yield call
         except BaseException as error:
-            self._end(_told(error))
+            self._end(_said(error))
             raise
 
     def _ends_if_it_raises(self, method, *args, **kwargs):
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            self._end(_told(error))
+            self._end(_said(error))
             raise
 
     def _begins_backward(self, method, *args, **kwargs):
@@ -260,7 +260,7 @@ class Recorder:
                 draws.draw(step, file.with_suffix(".png"))
                 written = [file.with_suffix(".png"), file]
         except Exception as error:
-            logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
+            logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_said(error)}")
             return
         names = ", ".join(str(path) for path in written)
         # Log a warning: DeepSpeed shows no lower level by default, and the user has asked for these files.
@@ -306,7 +306,7 @@ class Recorder:
             logger.warning(f"{OPTION}: no step was recorded, because {why}; set {OPTION}.step to an earlier one")
 
 
-def _told(error):
+def _said(error):
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
