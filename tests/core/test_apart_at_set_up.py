@@ -59,6 +59,7 @@ def test_an_error_on_one_rank(rank, where):
     # Without DeepCompile.
     assert train_prepared(Case(), module, engine) < BOUND
     assert seconds < 300
+    assert said.startswith(("Injected: ", "RuntimeError: ", "ValueError: "))
     assert {"gradient": REFUSED, "part": "no part"}.get(where, "on purpose") in said
     if is_apart:
         assert "so no rank goes on" not in said

@@ -159,6 +159,6 @@ def test_a_block_unfrozen_after_the_engine_was_made():
     engine.backward(engine(ids))
     engine.step()
     module.body.blocks[0].requires_grad_(True)
-    with pytest.raises(RuntimeError, match="its requires_grad set, after the engine was made; create a new engine"):
+    with pytest.raises(RuntimeError, match="or its requires_grad set, after the engine was made; create a new engine"):
         engine(ids)
     engine.destroy()

@@ -229,7 +229,7 @@ def again(self, x, skip):
     return Body.run(self, Body.run(self, x, skip), skip)
 
 
-def with_what_is_lent(self, x, skip):
+def with_external_views(self, x, skip):
     lent = []
     for block in self.blocks:
         x, view = block(x)
@@ -330,7 +330,7 @@ MODELS = {
     "from elsewhere": FromElsewhere,
     "casting": model_of(of_block=CastingAdapted),
     "trained head": TrainedHead,
-    "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
+    "lending": model_of(of_block=LendingAdapted, run=with_external_views),
     "itself": AroundItself,
 }
 

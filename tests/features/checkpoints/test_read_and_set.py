@@ -126,7 +126,6 @@ def test_states_of_groups_that_are_stepped_whole():
     module, engine = start(run)
     plain = Plain(run)
     # Because of a hook, the optimizer itself steps each group at once.
-    plain = Plain(run)
     engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     train(engine, run, [0])
     plain.train([0])

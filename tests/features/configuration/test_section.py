@@ -288,6 +288,7 @@ def test_a_refusal_is_one_error_on_every_rank():
         with pytest.raises(Exception) as raised:
             make_engine(build(Case(model=SMALL)), Case(deepcompile=False, config=config)).destroy()
         seen.append((type(raised.value), str(raised.value), "".join(traceback.format_exception(raised.value))))
+        del raised
     assert gathered([text for _, text, _ in seen]) == [[text for _, text, _ in seen]] * 2
     for kind, text, printed in seen:
         ours = re.findall(r"deepspeed/compile/[^\n]+, line", printed)

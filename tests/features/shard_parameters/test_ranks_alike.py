@@ -52,10 +52,10 @@ def make(blocks, instead, shards):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
 @vary("blocks", [*LEFT_OUT])
 @vary("shards, evaluates", [("all", False), ("frozen", True)], slow=[("frozen", False)])
+# The process group would wait for half an hour.
 @on_ranks(2, timeout=100)
 def test_a_rank_that_leaves_blocks_out(blocks, shards, evaluates):
     """Ranks would wait for each other to the time-out, and nobody would know which block to call."""
-    # The process group would wait for half an hour.
     _, engine = make(blocks, without, shards)
     ids, skips = batch(0, 0, dist.get_rank(), 4), dist.get_rank() == 1
     if evaluates:

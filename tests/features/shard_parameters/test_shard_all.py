@@ -1133,7 +1133,7 @@ def test_adapters_that_peft_merges(tmp_path, shards):
     pytest.importorskip("peft")
     overlapped = {"compile": {**FROZEN["compile"], "overlap_param_gather": True}}
     config = SHARDED if shards == "all" else overlapped
-    (sharded, at_rest), (whole, _) = (merged_by_peft(options, tmp_path) for options in (config, WHOLE))
+    (sharded, at_rest), (whole, _) = (merged_by_peft(options, str(tmp_path)) for options in (config, WHOLE))
     assert same(sharded, whole) and at_rest > 0
 
 

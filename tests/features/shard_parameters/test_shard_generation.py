@@ -69,9 +69,9 @@ def test_texts_of_different_lengths(shards):
         found.append(generate(module, end))
     assert "generate" not in vars(module) and b"deepspeed" not in pickled
     assert len(alone) == (MOST if dist.get_rank() else 2)
-    assert all(text == alone for text in found)
+    assert found == [alone] * (2 if dist.get_rank() else 3)
     # The copies have weights of zeros.
-    assert all(text == [0] * MOST for text in of_copies)
+    assert of_copies == [[0] * MOST] * (0 if dist.get_rank() else 3)
 
 
 class Generating(torch.nn.Module):
