@@ -191,8 +191,9 @@ class Feature:
     placement: Optional["Placement"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Classes whose methods override those of the base's optimizer. The core's own methods override them. A subclass of
-    # EvenOrder stays when the engine is gone, as the order of elements does, and is named by the part's class.
+    # The optimizer keeps the methods of this class for good, once elements are in our order.
+    in_our_order: Optional[type] = None
+    # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 
     @property

@@ -85,7 +85,8 @@ class Checkpoints(Feature):
         links: of parameters with states.
     """
 
-    optimizer_mixins: Tuple[type, ...] = (SavedBetweenSteps, InBaseOrder)
+    in_our_order: Optional[type] = InBaseOrder
+    optimizer_mixins: Tuple[type, ...] = (SavedBetweenSteps,)
 
     def __init__(self, context: SetUpContext):
         self.links, self._optimizer = LinkedStates(), weakref.ref(context.optimizer)

@@ -137,5 +137,5 @@ def even_class(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOptimizer
     """Returns a class of optimizers that is ``cls`` and an :class:`EvenOrder`."""
     if issubclass(cls, EvenOrder):
         return cls
-    bases = [mixin for part in classes() for mixin in part.optimizer_mixins if issubclass(mixin, EvenOrder)]
-    return type(f"Even{cls.__name__}", (*(bases or [_Unsaved]), cls), {})
+    bases = [part.in_our_order for part in classes() if part.in_our_order is not None] or [_Unsaved]
+    return type(f"Even{cls.__name__}", (*bases, cls), {})

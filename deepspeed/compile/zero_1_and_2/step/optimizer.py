@@ -105,8 +105,7 @@ class StepLocalGradients(EvenOrder):
 @functools.cache
 def _with_step_local_gradients(cls, *mixins):
     even = even_class(cls)
-    others = [mixin for mixin in mixins if not issubclass(even, mixin)]
-    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *others, even), {"plain_class": even})
+    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *mixins, even), {"plain_class": even})
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
@@ -119,7 +118,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
     optimizer._deepcompile = deepcompile
-    mixins = [mixin for part in deepcompile.features for mixin in part.optimizer_mixins]
+    mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
     deepcompile.placement.drop_memory_of_base(optimizer)
     attached.add(optimizer)
