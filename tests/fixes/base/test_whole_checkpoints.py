@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves that end half way: the checkpoint before them is whole, and is found; files that are not whole are named."""
 
+import contextlib
+import functools
 import io
 import os
 import re
@@ -23,7 +25,7 @@ from support.ids import vary
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
 
-SAVE = torch.save
+SAVE, REPLACE = torch.save, os.replace
 # The rank that writes a file, and a part of the file's name.
 WEIGHTS, FIRST, SECOND = (0, "model_states"), (0, "zero_pp_rank_0"), (1, "zero_pp_rank_1")
 
@@ -133,6 +135,60 @@ def test_a_rank_that_cannot_write(tmp_path, rank, part):
     assert (tmp_path / "latest").read_text() == "two" and len([*(tmp_path / "two").iterdir()]) == 3
     engine.destroy()
     assert resumed(run, folder) == []
+
+
+def refuse(*_):
+    raise OSError(13, "Permission denied")
+
+
+def replace_all_but(part, other, path):
+    """An ``os.replace()`` that is not permitted for files with ``part`` in their names."""
+    return refuse() if part in os.path.basename(path) else REPLACE(other, path)
+
+
+@vary(
+    "rank, patch, expects",
+    [
+        (0, ("deepspeed.runtime.engine.copyfile", refuse), "write its files of the checkpoint two"),
+        (
+            1,
+            ("os.replace", functools.partial(replace_all_but, "zero_pp_rank_1")),
+            "put its files of the checkpoint two in place",
+        ),
+        (
+            0,
+            ("os.replace", functools.partial(replace_all_but, "latest")),
+            "name the checkpoint two in the file latest",
+        ),
+    ],
+    expects="patch",
+)
+@on_ranks(2)
+def test_a_rank_that_may_not_put_files_in_place(tmp_path, rank, patch, expects):
+    """The others would wait in the next meeting of a save for a rank that has raised, until their time is up."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    with mock.patch(*patch) if dist.get_rank() == rank else contextlib.nullcontext():
+        said = outcome(engine.save_checkpoint, folder, tag="two")
+    ours = "PermissionError: [Errno 13] Permission denied"
+    other = f"RuntimeError: rank {rank} could not {expects}, so no rank goes on. It says: {ours}"
+    assert said == (ours if dist.get_rank() == rank else other)
+    assert gathered(None) and (tmp_path / "latest").read_text() == "one"
+    assert not [*tmp_path.rglob("unfinished_*")]
+    engine.destroy()
+    assert resumed(run, folder) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_either_format_that_is_cut_off(tmp_path, zipped):
+    """Torch's error would name no file: it has another class for each format, or none of its own."""
+    writer, path = TorchCheckpointEngine(), tmp_path / "states.pt"
+    writer.zipfile_serialization = zipped
+    writer.save({"state": torch.zeros(1000)}, str(path))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RuntimeError, match=re.escape(f"{path} is not whole: it was cut off, or changed")):
+        writer.load(str(path))
 
 
 @vary("late", [0, 1])

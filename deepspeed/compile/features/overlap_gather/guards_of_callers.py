@@ -68,7 +68,7 @@ def all_guards() -> Iterator[None]:
     if gate.users == 0:
         gate.option_before = getattr(dynamo, _OPTION)
     if _are_left_out(dynamo):
-        if gate.users == 0:
+        if gate.users == 0 and gate.option_before:
             # Guards of code that was compiled before leave the class out. Compile that code anew at its next call.
             torch._dynamo.reset_code_caches()
         setattr(dynamo, _OPTION, False)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Dict, Iterator, Optional
 import torch
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 LATEST = "latest"
@@ -30,18 +31,13 @@ class Written:
     Attributes:
         names: the file's own name, by the name under which it was written.
         error: what writing the first file that could not be written has raised.
+        are_replacing: whether files are being given their names.
     """
 
     def __init__(self):
         self.names: Dict[str, str] = {}
         self.error: Optional[Exception] = None
-
-    def drop(self) -> None:
-        """Removes files that have not got their names."""
-        for name in self.names:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-        self.names.clear()
+        self.are_replacing = False
 
 
 def unfinished(path: str) -> str:
@@ -56,13 +52,21 @@ def unfinished(path: str) -> str:
 
 def begin(writer: "TorchCheckpointEngine") -> None:
     """Called by ``create()``. What an interrupted save of this process has left is removed."""
-    written_of(writer).drop()
+    drop(writer)
     writer.written = Written()
 
 
-def written_of(writer: "TorchCheckpointEngine") -> Written:
-    """Returns what a checkpoint engine has written since ``create()``."""
-    return getattr(writer, "written", None) or Written()
+def drop(writer: "CheckpointEngine") -> bool:
+    """Removes files that have not got their names. Returns whether an earlier checkpoint may have lost some."""
+    # Other checkpoint engines write files under their own names.
+    written = getattr(writer, "written", Written())
+    may_be_mixed = not hasattr(writer, "written") or (written is not None and written.are_replacing)
+    for name in written.names if written is not None else ():
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+    if hasattr(writer, "written"):
+        writer.written = None
+    return may_be_mixed
 
 
 @contextlib.contextmanager
@@ -75,10 +79,10 @@ def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     other, written = unfinished(path), getattr(writer, "written", None)
     try:
         yield other
-    except Exception as error:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(other)
-        if written is None:
+        if written is None or not isinstance(error, Exception):
             raise
         written.error = written.error or error
         return
@@ -89,22 +93,35 @@ def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
         written.names[other] = path
 
 
-def raise_error(writer: "TorchCheckpointEngine") -> None:
+@contextlib.contextmanager
+def writing_beside(writer: "CheckpointEngine") -> Iterator[None]:
+    """Context in which the first rank writes files that no load reads. Its error is raised by ``commit()`` too."""
+    written = getattr(writer, "written", None)
+    try:
+        yield
+    except Exception as error:
+        if written is None:
+            raise
+        written.error = written.error or error
+
+
+def raise_error(writer: "CheckpointEngine") -> None:
     """Raises what writing a file has raised."""
-    written = written_of(writer)
-    # Forgotten, because its traceback keeps the state dict.
-    error, written.error = written.error, None
-    if error is not None:
+    written = getattr(writer, "written", None)
+    if written is not None and written.error is not None:
+        # Forgotten, because its traceback keeps the state dict.
+        error, written.error = written.error, None
         raise error
 
 
 def give_names(writer: "TorchCheckpointEngine") -> None:
     """Called by ``commit()``. Gives the files that were written their own names, in place of earlier ones."""
     raise_error(writer)
-    written = written_of(writer)
-    for other, path in written.names.items():
-        os.replace(other, path)
-    written.names.clear()
+    written = getattr(writer, "written", None)
+    if written is not None:
+        written.are_replacing = True
+        for other, path in written.names.items():
+            os.replace(other, path)
     writer.written = None
 
 
@@ -116,7 +133,9 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:
         if not os.path.exists(path):
             raise FileNotFoundError(f"{path} is missing{_instead(path)}") from error
-        if _is_cut_off(path) or isinstance(error, (EOFError, pickle.UnpicklingError)):
+        # Of a file that is no zip file, torch says so without a class of its own.
+        ends = isinstance(error, (EOFError, pickle.UnpicklingError)) or "unexpected EOF" in str(error)
+        if ends or _is_cut_off(path):
             raise RuntimeError(f"{path} is not whole: it was cut off, or changed{_instead(path)}") from error
         raise
 

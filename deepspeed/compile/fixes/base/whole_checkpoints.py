@@ -31,7 +31,7 @@ def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
     def save_checkpoint(engine, save_dir, tag=None, *args, **kwargs):
         try:
             return save(engine, save_dir, tag, *args, **kwargs)
-        except Exception:
+        except BaseException:
             if save_dir and os.path.isdir(save_dir):
                 _say_which_is_whole(engine, save_dir, tag)
             raise
@@ -40,15 +40,13 @@ def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _say_which_is_whole(engine, folder, tag):
-    tag, latest = str(tag or f"global_step{engine.global_steps}"), checkpoint_files.read_latest(folder)
-    replaces = getattr(engine.checkpoint_engine, "written", None) is None
-    checkpoint_files.written_of(engine.checkpoint_engine).drop()
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    latest, may_be_mixed = checkpoint_files.read_latest(folder), checkpoint_files.drop(engine.checkpoint_engine)
     if latest is None:
         last = "it has no whole checkpoint yet, or none that the file latest names"
     elif latest != tag:
         last = f"the last whole one is {latest}"
-    elif replaces:
-        # It was killed within the instant of the renames, or the checkpoint engine writes files under their own names.
+    elif may_be_mixed:
         last = "a part of it may be of the earlier one with this tag"
     else:
         last = "the last whole one is the earlier one with this tag"
@@ -63,17 +61,32 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     Raises:
         Exception: on every rank, if a rank could not write a file. Without DeepCompile on that rank alone.
     """
+    writer = engine.checkpoint_engine
     with _on_every_rank(engine, f"write its files of the checkpoint {info.tag}"):
-        checkpoint_files.raise_error(engine.checkpoint_engine)
-    # Not within a context, because engines that write in other processes call a collective, and wait for these.
-    engine.checkpoint_engine.commit(info)
+        checkpoint_files.raise_error(writer)
+    if writer.is_decoupled():
+        # Not within a context: an engine that writes in other processes calls a collective, and waits for them.
+        writer.commit(info)
     with _on_every_rank(engine, f"put its files of the checkpoint {info.tag} in place"):
-        pass
-    if info.save_latest and engine.global_rank == 0:
-        path = os.path.join(info.save_dir, checkpoint_files.LATEST)
-        with open(checkpoint_files.unfinished(path), "w") as file:
-            file.write(info.tag)
-        os.replace(checkpoint_files.unfinished(path), path)
+        if not writer.is_decoupled():
+            writer.commit(info)
+    if info.save_latest:
+        with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
+            # Where each host has a folder of its own, each has the file.
+            if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
+                _name_latest(os.path.join(info.save_dir, checkpoint_files.LATEST), info.tag)
+
+
+def _name_latest(path, tag):
+    other = checkpoint_files.unfinished(path)
+    try:
+        with open(other, "w") as file:
+            file.write(tag)
+        os.replace(other, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(other)
+        raise
 
 
 @contextlib.contextmanager

@@ -24,18 +24,22 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
     """
     results: List[Any] = []
     errors: List[BaseException] = []
-    context, hook, ended = contextvars.copy_context(), sys.unraisablehook, threading.Event()
+    context, hook = contextvars.copy_context(), sys.unraisablehook
+    ended, dropped = threading.Event(), threading.Event()
 
     def run():
         try:
             results.append(context.run(function))
         except BaseException as error:  # noqa: BLE001  the caller's thread raises it
             errors.append(error)
-        ended.set()
+        finally:
+            ended.set()
 
-    def report(dropped):
-        if dropped.exc_type is not OutOfTime:
-            hook(dropped)
+    def report(unraisable):
+        if unraisable.exc_type is OutOfTime:
+            dropped.set()
+        else:
+            hook(unraisable)
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -43,15 +47,16 @@ def within(seconds: float, function: Callable[[], Any]) -> Any:
         # Not join(): a thread whose join() was interrupted counts as ended.
         ended.wait(min(seconds, threading.TIMEOUT_MAX))
     finally:
-        # Also if the user interrupts. Several times, because Python drops what a callback of a weak reference raises.
-        # A thread that waits in native code is left alone.
+        # Also if the user interrupts. Again where Python drops what a callback of a weak reference raises, and
+        # otherwise a second later: what puts things back as they were must run. A thread in native code is left alone.
         with patch.object(sys, "unraisablehook", report):
-            for _ in range(20):
-                if not ended.is_set():
+            for number in range(50):
+                if not ended.is_set() and (number % 10 == 0 or dropped.is_set()):
+                    dropped.clear()
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(
                         ctypes.c_ulong(thread.ident or 0), ctypes.py_object(OutOfTime)
                     )
-                    ended.wait(0.1)
+                ended.wait(0.1)
     for error in errors:
         raise error
     if not results:

@@ -190,7 +190,8 @@ class MappedMemory:
 
     def add(self, tensor: torch.Tensor) -> None:
         """Counts the memory of a tensor as long as the memory lives."""
-        self._counted.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
+        alive = [counted for counted in self._counted if not counted[0].expired()]
+        self._counted = [*alive, (StorageWeakRef(tensor.untyped_storage()), tensor.nbytes)]
 
     @property
     def nbytes(self) -> int:
