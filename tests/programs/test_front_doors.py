@@ -655,8 +655,8 @@ def read_by_callbacks(case):
         outcome = dpo(case, False, [lambda _: average, Saves], sync_ref_model=True, ref_model_sync_steps=3)
         (reference,) = outcome.others
         of_models = (("reference", reference.module), ("average", average.running_model))
-        found = {f"{of}: {name}": each for of, model in of_models for name, each in model.named_parameters()}
-        found = {name: each.detach().clone() for name, each in found.items()}
+        found = {f"{of}: {name}": parameter for of, model in of_models for name, parameter in model.named_parameters()}
+        found = {name: parameter.detach().clone() for name, parameter in found.items()}
         for engine in (outcome.engine, reference):
             engine.destroy()
     dist.barrier()
@@ -669,7 +669,9 @@ def read_by_grpo(case):
     with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
         outcome = grpo(case, False, settings=following)
         (reference,) = outcome.others
-        found = {f"reference: {name}": each.detach().clone() for name, each in reference.module.named_parameters()}
+        found = {
+            f"reference: {name}": parameter.detach().clone() for name, parameter in reference.module.named_parameters()
+        }
         for engine in (outcome.engine, reference):
             engine.destroy()
     return found, len(waited)
@@ -686,7 +688,7 @@ def read_by_lightning(case):
     with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
         outcome = lightning_trainer(case, False, [average])
         means = average._average_model.module.named_parameters()
-        found = {f"average: {name}": each.detach().clone() for name, each in means}
+        found = {f"average: {name}": parameter.detach().clone() for name, parameter in means}
         outcome.engine.destroy()
     dist.barrier()
     return {**found, "evaluations": torch.tensor(outcome.evaluations)}, len(waited)

@@ -274,7 +274,7 @@ def copies(parameters):
     made = [torch.zeros(2, 2) for _ in parameters]
     with torch.no_grad():
         torch._foreach_copy_(made, parameters)
-    return sum(each.sum() for each in made)
+    return sum(tensor.sum() for tensor in made)
 
 
 COMPILED = {

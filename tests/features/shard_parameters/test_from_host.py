@@ -100,7 +100,7 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
             results.append(loss.detach())
     at_rest = parameters_at_rest(module)
     masters = enumerate(engine.optimizer.single_partition_of_fp32_groups)
-    results += [in_base_order(engine.optimizer, group, each.detach()) for group, each in masters]
+    results += [in_base_order(engine.optimizer, group, master.detach()) for group, master in masters]
     return [*results, *end(engine, module), *module.buffers()], at_rest
 
 
@@ -225,14 +225,14 @@ class Watch(TorchDispatchMode):
     def __init__(self, beside):
         super().__init__()
         # Kept, so that no other storage gets the address of one of them.
-        self._beside = {each.untyped_storage()._cdata: each for each in beside}
+        self._beside = {tensor.untyped_storage()._cdata: tensor for tensor in beside}
         self._known, self.peak = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
-                storage = each.untyped_storage()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
                 if storage._cdata not in self._beside:
                     self._known[storage._cdata] = StorageWeakRef(storage)
         total = 0
@@ -252,15 +252,15 @@ def test_the_peak_of_the_set_up():
     """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
     torch._dynamo.reset()
     module = Deep().bfloat16()
-    numel = sum(each.numel() for each in module.parameters())
-    block = sum(each.nbytes for each in module.blocks[0].parameters())
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    block = sum(parameter.nbytes for parameter in module.blocks[0].parameters())
     # On a CPU, these are what the host has, and the rest is what a device would have.
-    with on_the_host(), Watch([each.detach() for each in module.parameters()]) as watch:
+    with on_the_host(), Watch([parameter.detach() for parameter in module.parameters()]) as watch:
         engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))
         peak = watch.peak
     outside = feature.sharded_blocks(engine).outside
     outside = 0 if outside is None else outside.memory.nbytes
-    partition = sum(each.numel() for each in engine.optimizer.single_partition_of_fp32_groups)
+    partition = sum(master.numel() for master in engine.optimizer.single_partition_of_fp32_groups)
     assert partition <= 0.51 * numel
     end(engine)
     most = 6 * partition + outside + 2 * block

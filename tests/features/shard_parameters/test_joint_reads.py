@@ -36,7 +36,7 @@ def by_reference_models(engine, module, folder):
     for _ in range(2):
         SyncRefModelCallback._sync_target_model(module, reference, 0.25)
         trained_on(engine, module)
-    return [each.detach() for each in reference.parameters()]
+    return [parameter.detach() for parameter in reference.parameters()]
 
 
 def by_bema(engine, module, folder):
@@ -56,7 +56,7 @@ def by_bema(engine, module, folder):
         state.global_step = step
         callback.on_step_end(None, state, None, model=module)
         trained_on(engine, module)
-    return [each.detach() for each in callback.running_model.parameters()]
+    return [parameter.detach() for parameter in callback.running_model.parameters()]
 
 
 def by_averaged_models(engine, module, folder):
@@ -81,18 +81,18 @@ def by_averaged_models(engine, module, folder):
             found.append(engine(batch(3, 3, dist.get_rank(), 5)))
         engine.train()
         swap()
-    return [*found, *(each.detach() for each in averaged.module.parameters())]
+    return [*found, *(parameter.detach() for parameter in averaged.module.parameters())]
 
 
 def by_shadows(engine, module, folder):
     """Copies of parameters are moved towards these, and change places with them, as diffusers' EMAModel does."""
-    shadows, found = [each.clone().detach() for each in module.parameters()], []
+    shadows, found = [parameter.clone().detach() for parameter in module.parameters()], []
     for _ in range(2):
         trained_on(engine, module)
         with torch.no_grad():
             for shadow, parameter in zip(shadows, module.parameters(), strict=True):
                 shadow.sub_(0.5 * (shadow - parameter))
-        kept = [each.detach().cpu().clone() for each in module.parameters()]
+        kept = [parameter.detach().cpu().clone() for parameter in module.parameters()]
         for shadow, parameter in zip(shadows, module.parameters(), strict=True):
             parameter.data.copy_(shadow.to(parameter.device).data)
         with torch.no_grad():
@@ -104,7 +104,7 @@ def by_shadows(engine, module, folder):
 
 def by_foreach(engine, module, folder):
     """The same in functions of lists, of which one has parameters of all blocks, and of a state dict."""
-    shadows = [each.detach().clone() for each in module.state_dict().values()]
+    shadows = [tensor.detach().clone() for tensor in module.state_dict().values()]
     trained_on(engine, module)
     with torch.no_grad():
         torch._foreach_mul_(shadows, 0.5)
@@ -145,7 +145,7 @@ def by_changing(engine, module, folder):
 def by_a_penalty(engine, module, folder):
     """A term of the loss is made of parameters between forward and backward."""
     loss = engine(batch(9, 0, dist.get_rank(), 4))
-    penalty = sum((each * each).sum() for each in module.parameters() if each.requires_grad)
+    penalty = sum((parameter * parameter).sum() for parameter in module.parameters() if parameter.requires_grad)
     first = module.body.blocks[0].up.weight
     engine.backward(loss + 0.1 * penalty + (first @ first.T).tanh().mean())
     engine.step()
@@ -153,9 +153,9 @@ def by_a_penalty(engine, module, folder):
 
 def by_copying(engine, module, folder):
     copied = copy.deepcopy(module)
-    assert all(type(each) is torch.nn.Parameter for each in copied.parameters())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in copied.parameters())
     trained_on(engine, module)
-    return [each.detach() for each in copied.parameters()]
+    return [parameter.detach() for parameter in copied.parameters()]
 
 
 WORKS = (

@@ -36,7 +36,7 @@ def penalty(engine, module):
     """Reads what is whole first, because a gather for the others may reshard what is whole."""
     sharded = sharded_blocks(engine)
     assert sharded is None or any(unit.is_gathered for unit in sharded.units), "no unit is whole"
-    parameters = sorted(module.parameters(), key=lambda each: isinstance(each, Resharded))
+    parameters = sorted(module.parameters(), key=lambda parameter: isinstance(parameter, Resharded))
     return sum(parameter.square().sum() for parameter in parameters)
 
 

@@ -141,7 +141,7 @@ def train(model, config, steps=3, skips=False, **case):
     module, engine = make(model, config, **case)
     losses = losses_of(engine, steps, None, lambda step: engine(batch(step, 0, dist.get_rank(), 4)), skips)
     at_rest = parameters_at_rest(module)
-    masters = [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+    masters = [master.detach().clone() for master in engine.optimizer.single_partition_of_fp32_groups]
     return Trained(losses, end(engine, module), masters, at_rest)
 
 
@@ -338,7 +338,7 @@ def checkpointed(engine, module, folder):
     engine.save_checkpoint(folder, tag="one")
     trained_on(engine, module)
     with torch.no_grad():
-        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
+        module.load_state_dict({name: torch.zeros(parameter.shape) for name, parameter in module.named_parameters()})
     engine.load_checkpoint(folder, tag="one")
 
 
@@ -417,7 +417,7 @@ def without_frozen(engine, module, folder):
 def loaded(engine, module, folder):
     generator = torch.Generator().manual_seed(5)
     module.load_state_dict(
-        {name: torch.rand(each.shape, generator=generator) - 0.5 for name, each in module.named_parameters()}
+        {name: torch.rand(parameter.shape, generator=generator) - 0.5 for name, parameter in module.named_parameters()}
     )
     engine.optimizer.refresh_fp32_params()
 
@@ -508,7 +508,9 @@ def changed_by_blocks(engine, module, folder):
             for parameter in block.parameters():
                 parameter.mul_(0.5)
             if sharded_blocks(engine) is not None:
-                at_rest = [sum(isinstance(each, Resharded) for each in other.parameters()) for other in blocks]
+                at_rest = [
+                    sum(isinstance(parameter, Resharded) for parameter in other.parameters()) for other in blocks
+                ]
                 assert [other for other, number in zip(blocks, at_rest, strict=True) if not number] == [block]
     engine.optimizer.refresh_fp32_params()
     return before
@@ -522,14 +524,14 @@ def used_by_parts(engine, module, folder):
             parameter.data.mul_(0.5)
         engine.save_checkpoint(folder, tag="within")
         with unsharded_parameters(engine):
-            found = [each.detach().clone() for each in module.parameters()]
-        found += [each.detach().clone() for each in block.parameters()]
+            found = [parameter.detach().clone() for parameter in module.parameters()]
+        found += [parameter.detach().clone() for parameter in block.parameters()]
     with contextlib.suppress(OSError), unsharded_parameters(engine, block.up.weight):
         found.append(block.up.weight.detach().clone())
         if dist.get_rank() == 0:
             raise OSError
     # Also on the rank that raised.
-    assert sharded_blocks(engine) is None or any(isinstance(each, Resharded) for each in block.parameters())
+    assert sharded_blocks(engine) is None or any(isinstance(parameter, Resharded) for parameter in block.parameters())
     engine.optimizer.refresh_fp32_params()
     return found
 
@@ -539,7 +541,7 @@ def stepped_within(engine, module, folder):
         loss = engine(batch(4, 0, dist.get_rank(), 4))
         engine.backward(loss)
         engine.step()
-        return [each.detach().clone() for each in module.parameters()]
+        return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def sent_within(engine, module, folder):
@@ -549,7 +551,7 @@ def sent_within(engine, module, folder):
             if not parameter.requires_grad:
                 parameter.mul_(2)
         engine.optimizer.update_lp_params()
-        return [each.detach().clone() for each in module.parameters()]
+        return [parameter.detach().clone() for parameter in module.parameters()]
 
 
 def states_moved(engine, module, folder):
@@ -624,7 +626,7 @@ def accumulated_otherwise(engine, module, folder):
             found.append(engine(ids))
             engine.backward(found[-1])
             engine.step()
-    return [each.detach() for each in found]
+    return [loss.detach() for loss in found]
 
 
 def done_between(engine, module, folder):
@@ -635,7 +637,7 @@ def done_between(engine, module, folder):
         found = [engine(batch(1, 0, dist.get_rank(), 5)).clone()]
     engine.train()
     with unsharded_parameters(engine):
-        found += [each.detach().clone() for each in module.parameters()]
+        found += [parameter.detach().clone() for parameter in module.parameters()]
     engine.save_checkpoint(folder, tag="one")
     engine.backward(loss)
     engine.step()
@@ -652,7 +654,7 @@ def averaged_beside(engine, module, folder):
             mean.update_parameters(module)
     with torch.no_grad():
         found = [mean(batch(1, 0, 0, 4))] if dist.get_rank() == 0 else []
-    return [*found, *(each.detach() for each in mean.parameters())]
+    return [*found, *(parameter.detach() for parameter in mean.parameters())]
 
 
 def of_several_forwards(engine, module, folder):
@@ -662,7 +664,7 @@ def of_several_forwards(engine, module, folder):
         losses.append(engine(batch(0, 2, dist.get_rank(), 4)))
     engine.backward(torch.nn.functional.softplus(losses[0] - losses[1]) + losses[0] * losses[2])
     engine.step()
-    return [each.detach() for each in losses]
+    return [loss.detach() for loss in losses]
 
 
 WORKS = {
@@ -800,7 +802,7 @@ def test_a_checkpoint_of_two_parts_of_a_model(tmp_path):
         engine = make_engine(module, case, optimizer=make_optimizer(module, case), mpu=mpu)
         if config is SHARDED:
             trained_on(engine, module)
-            assert any(isinstance(each, Resharded) for each in module.parameters())
+            assert any(isinstance(parameter, Resharded) for parameter in module.parameters())
             engine.save_checkpoint(folder, tag="one")
         else:
             engine.load_checkpoint(folder, tag="one")
@@ -819,13 +821,15 @@ def test_round_robin_order(tmp_path, config, stage, deepcompile):
     module, engine = make("plain", config, stage=stage, deepcompile=deepcompile)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
-    masters = {name: safe_get_full_fp32_param(each).clone() for name, each in module.named_parameters()}
+    masters = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in module.named_parameters()}
     engine.save_checkpoint(folder, tag="one")
     engine.load_checkpoint(folder, tag="one")
     wrong = []
     with unsharded_parameters(engine):
-        for name, each in module.named_parameters():
-            if not (torch.equal(masters[name], each) and torch.equal(safe_get_full_fp32_param(each), each)):
+        for name, parameter in module.named_parameters():
+            if not (
+                torch.equal(masters[name], parameter) and torch.equal(safe_get_full_fp32_param(parameter), parameter)
+            ):
                 wrong.append(name)
         engine.destroy()
     assert wrong == []
@@ -870,7 +874,9 @@ def test_a_checkpoint_of_each_node(tmp_path, shards, trained):
                 engine.load_checkpoint(folder, tag="one")
             with unsharded_parameters(engine):
                 frozen = {
-                    name: each.detach().cpu() for name, each in module.named_parameters() if not each.requires_grad
+                    name: parameter.detach().cpu()
+                    for name, parameter in module.named_parameters()
+                    if not parameter.requires_grad
                 }
             results.append(trained_on(engine, module))
             end(engine)
@@ -941,8 +947,8 @@ def has_less_data(engine, other):
 
 
 def runs_engines_in_another_order(engine, other):
-    for each in (engine, other) if dist.get_rank() == 0 else (other, engine):
-        evaluate(each)
+    for evaluated in (engine, other) if dist.get_rank() == 0 else (other, engine):
+        evaluate(evaluated)
 
 
 class SeesImages(Adapted):
@@ -1075,7 +1081,7 @@ def merged_by_peft(config, folder):
     model.train()
 
     def weights(of):
-        return [each.detach().clone() for each in of.state_dict().values()]
+        return [tensor.detach().clone() for tensor in of.state_dict().values()]
 
     def generated():
         engine.eval()
@@ -1150,15 +1156,15 @@ def test_a_rank_holds_its_part_and_two_blocks():
     """A flat tensor, or a block that is not given back, would keep a whole copy on every rank."""
     torch._dynamo.reset()
     module = Plain().to(device())
-    whole = sum(each.nbytes for each in module.parameters())
+    whole = sum(parameter.nbytes for parameter in module.parameters())
     engine = make_engine(module, Case(config=SHARDED, adam=True))
     sharded, counts = feature.sharded_blocks(engine), []
     optimizer = engine.optimizer
 
     def held(*_):
         storages = {
-            each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-            for each in (
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for tensor in (
                 *(parameter for parameter in module.parameters()),
                 *optimizer.bit16_groups_flat,
                 *optimizer.own_partitions.values(),
@@ -1175,7 +1181,7 @@ def test_a_rank_holds_its_part_and_two_blocks():
     held()
     owned = sum(own.untyped_storage().nbytes() for own in optimizer.own_partitions.values())
     outside = 0 if sharded.outside is None else sharded.outside.memory.nbytes
-    most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
+    most = max(sum(parameter.nbytes for parameter in block.parameters()) for block in module.body.blocks) + 1024
     engine.destroy()
     assert owned < 0.65 * whole
     assert counts[0] == counts[-1] == owned + outside

@@ -91,13 +91,13 @@ def watched(engine):
         counts.append(len(whole))
 
     # Not of the class, because ranks look for no graphs in torch's cache where a class was changed.
-    for each in units:
-        each.start_gather = functools.partial(counted, each.start_gather)
+    for unit in units:
+        unit.start_gather = functools.partial(counted, unit.start_gather)
     try:
         yield counts
     finally:
-        for each in units:
-            del each.start_gather
+        for unit in units:
+            del unit.start_gather
 
 
 def train(model, config, steps=3, skips=False, evaluates=False, **case):
@@ -212,10 +212,10 @@ def test_a_parameter_of_another_dtype_stays_whole():
     block, lines = module.body.blocks[1], []
     with mock.patch.object(unit_memory, "warn", lines.append), unsharded_parameters(engine):
         block.up.weight.data = block.up.weight.data.double()
-    at_rest = [name for name, each in block.named_parameters() if isinstance(each, Resharded)]
+    at_rest = [name for name, parameter in block.named_parameters() if isinstance(parameter, Resharded)]
     loaded(engine, module, None)
     with unsharded_parameters(engine):
-        kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
+        kinds = {weight.dtype for weight in (block.up.weight, block.down.weight)}
         engine.destroy()
     assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
     assert kinds == {torch.float32, torch.float64}
@@ -260,16 +260,16 @@ def described(engine, module, folder):
         state = module.state_dict()
         assert torch.isfinite(state["body.blocks.1.first.weight"]).all()
         assert state["body.blocks.1.up.weight"].cpu().detach().shape == (24, 12)
-        assert {id(each) for each in module.parameters()} >= {id(weight)}
+        assert {id(parameter) for parameter in module.parameters()} >= {id(weight)}
 
 
 def loaded(engine, module, folder):
     """Each rank takes its part of what it loads."""
     generator = torch.Generator().manual_seed(5)
     values = {
-        name: torch.rand(each.shape, generator=generator) - 0.5
-        for name, each in module.named_parameters()
-        if not each.requires_grad
+        name: torch.rand(parameter.shape, generator=generator) - 0.5
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
     }
     module.load_state_dict(values, strict=False)
 
@@ -295,10 +295,10 @@ def read_later(engine, module, folder):
         state = module.state_dict()
         weight = module.body.blocks[1].down.weight.detach()
         copied, pickled = copy.deepcopy(module), io.BytesIO()
-        torch.save([each for each in module.parameters() if not each.requires_grad], pickled)
+        torch.save([parameter for parameter in module.parameters() if not parameter.requires_grad], pickled)
     trained_on(engine, module)
     pickled.seek(0)
-    frozen = [each.detach() for each in torch.load(pickled, weights_only=False)]
+    frozen = [parameter.detach() for parameter in torch.load(pickled, weights_only=False)]
     weight = weight.clone()
     module.load_state_dict({name: 0.5 * value for name, value in state.items()})
     return [weight, *frozen, copied(batch(3, 3, 3, 4)).detach()]
@@ -578,12 +578,12 @@ def test_a_rank_holds_its_part(world):
     module, engine = make("plain", SHARDED)
     trained_on(engine, module)
     sharded = feature.sharded_blocks(engine)
-    frozen = [each for each in module.body.blocks.parameters() if not each.requires_grad]
+    frozen = [parameter for parameter in module.body.blocks.parameters() if not parameter.requires_grad]
     held = sum(share.untyped_storage().nbytes() for share in sharded.shares)
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in frozen}
+    storages = {parameter.untyped_storage()._cdata: parameter.untyped_storage().nbytes() for parameter in frozen}
     engine.destroy()
     # Parameters begin at multiples of 64 bytes.
-    assert held + sum(storages.values()) <= sum(each.nbytes for each in frozen) / world + 64 * 4 * 7
+    assert held + sum(storages.values()) <= sum(parameter.nbytes for parameter in frozen) / world + 64 * 4 * 7
 
 
 @on_ranks(2)
@@ -609,7 +609,7 @@ def test_from_the_host():
     module = MODELS["plain"]()
     with mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True)), compile_backend("eager"):
         engine = engine_by_configuration(module, True, **SHARDED)
-        waits = sum(BROADCAST_LATER in vars(each) for each in module.parameters())
+        waits = sum(BROADCAST_LATER in vars(parameter) for parameter in module.parameters())
         with torch.no_grad():
             evaluated = engine(batch(0, 0, 0, 4))
     first, other = gathered((float(evaluated), [tensor.cpu() for tensor in trained_on(engine, module)[1:]]))
@@ -645,7 +645,7 @@ def train_checkpointed_by_transformers(config):
     engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     end(engine)
-    return [each.detach() for each in (loss, *model.parameters())], graphs
+    return [tensor.detach() for tensor in (loss, *model.parameters())], graphs
 
 
 @pytest.mark.slow
@@ -683,13 +683,13 @@ def test_a_refusal_leaves_parameters_whole():
 
     options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
     module, engine = make("plain", {"compile": options}, deepcompile=False)
-    before, lines = [each.detach().clone() for each in module.parameters()], []
+    before, lines = [parameter.detach().clone() for parameter in module.parameters()], []
     (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
     states[master] = {**zeros(master), FORM: {"version": -1}}
     with mock.patch.object(logger, "warning", lines.append):
         said = outcome(engine.compile, backend="eager")
-    whole = not any(isinstance(each, Resharded) for each in module.parameters())
-    unchanged = whole and same(before, [each.detach() for each in module.parameters()])
+    whole = not any(isinstance(parameter, Resharded) for parameter in module.parameters())
+    unchanged = whole and same(before, [parameter.detach() for parameter in module.parameters()])
     del states[master]
     engine.compile(backend="eager")
     trained_on(engine, module)

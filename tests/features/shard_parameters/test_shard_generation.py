@@ -63,9 +63,9 @@ def test_texts_of_different_lengths(shards):
     of_copies = []
     if dist.get_rank() == 0:
         # No other rank generates here.
-        for each in (copied, pickle.loads(pickled), copy.deepcopy(copied)):
-            torch.nn.init.zeros_(each.lm_head.weight)
-            of_copies.append(generate(each))
+        for model in (copied, pickle.loads(pickled), copy.deepcopy(copied)):
+            torch.nn.init.zeros_(model.lm_head.weight)
+            of_copies.append(generate(model))
         found.append(generate(module, end))
     assert "generate" not in vars(module) and b"deepspeed" not in pickled
     assert len(alone) == (MOST if dist.get_rank() else 2)
@@ -106,7 +106,7 @@ class OfOthers(torch.nn.Module):
 def test_which_models_wait_for_others():
     """A model would wait for ranks that share no parameters with its own, or not wait where it must."""
     rank, found = dist.get_rank(), []
-    everyone, pair, alone = dist.group.WORLD, dist.new_group([0, 1]), [dist.new_group([each]) for each in range(3)]
+    everyone, pair, alone = dist.group.WORLD, dist.new_group([0, 1]), [dist.new_group([member]) for member in range(3)]
     groups = [(everyone, False), (everyone, True), (pair if rank < 2 else alone[2], False), (alone[rank], False)]
     for group, are_whole in groups:
         around, others, replaced = Around(), OfOthers(), Generating()

@@ -33,6 +33,6 @@ def test_muon_steps_sharded_parameters(tmp_path, world, varied):
         engine.load_checkpoint(f"{tmp_path}/{kind}", tag="one")
         train(engine, training, [3, 4])
         at_rest.append(parameters_at_rest(module))
-        states = [each.clone() for each in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
+        states = [tensor.clone() for tensor in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
         results.append([*states, *end(engine, module)])
     assert same(*results) and at_rest[0] > 20

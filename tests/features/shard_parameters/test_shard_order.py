@@ -40,7 +40,7 @@ class InOrder(Body):
             layers[LAYER] = nn.Linear(WIDTH, WIDTH, bias=False)
             self.blocks.insert(place, layers[LAYER])
         # A tuple registers no modules.
-        self.called, self.checkpointed = tuple(layers[each] for each in order), checkpointed
+        self.called, self.checkpointed = tuple(layers[key] for key in order), checkpointed
 
     def run(self, x, skip):
         for layer in self.called:
@@ -67,7 +67,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
     trained = "all" if trains_all else "adapters"
     module, engine = engine_of(build, section(None, **options), trained, adam=False, **case)
     losses = []
-    held = [each.up.weight for each in module.body.called[:2]] if holds else []
+    held = [block.up.weight for block in module.body.called[:2]] if holds else []
     for step in range(steps):
         if before is not None:
             before(step, module.body.called[0].up.weight)

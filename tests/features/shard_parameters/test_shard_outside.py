@@ -209,13 +209,13 @@ def sent(model, kept):
         for step in range(2):
             begun.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
-            whole = [each.memory.name for each in units if each.is_gathered]
+            whole = [unit.memory.name for unit in units if unit.is_gathered]
             engine.backward(loss)
             engine.step()
         sends, x = len(begun), torch.ones(1, 3, WIDTH, device=device())
         for block in module.body.blocks:
             x = block(x)
-        alone = sum(each.is_gathered for each in units)
+        alone = sum(unit.is_gathered for unit in units)
     engine.destroy()
     return sends, len(whole), alone
 
@@ -326,7 +326,7 @@ def test_when_memory_is_given_back(kept, checkpoints):
     sharded, held = feature.sharded_blocks(engine), {}
 
     def note(moment):
-        held[moment] = sum(each.memory.buffer.untyped_storage().nbytes() for each in sharded.units)
+        held[moment] = sum(unit.memory.buffer.untyped_storage().nbytes() for unit in sharded.units)
 
     note("at rest")
     for index, block in enumerate(module.body.blocks):
@@ -385,8 +385,8 @@ def test_a_module_that_calls_one_block():
     engine = make_engine(module, Case(config=section("all", regional_compilation=blocks)))
     sharded, counts = feature.sharded_blocks(engine), []
 
-    def see(each):
-        if each in sharded._unit_of.values():
+    def see(unit):
+        if unit in sharded._unit_of.values():
             counts.append(len(sharded.whole._is_kept))
 
     with gathers_seen(see), torch.no_grad():
@@ -421,7 +421,7 @@ def test_a_layer_that_reads_two_large_parameters():
     """With a place among blocks, it would have blocks take the place of the first one before it is read."""
     module = WithAttention().to(device()).requires_grad_(True)
     engine, names = make_engine(module, Case(config=section("all"))), []
-    with gathers_seen(lambda each: names.append(each.memory.name)), torch.no_grad():
+    with gathers_seen(lambda unit: names.append(unit.memory.name)), torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     engine.destroy()
     assert gathered(names) == [names] * 2 and sum("attention" in name for name in names) == 2

@@ -40,13 +40,13 @@ def trains(engine, module):
     The model is used without an engine afterwards.
     """
     with unsharded_parameters(engine):
-        before = [each.detach().clone() for each in module.parameters()]
+        before = [parameter.detach().clone() for parameter in module.parameters()]
     after = trained_on(engine, module)[1:]
-    at_rest = any(isinstance(each, Resharded) for each in module.parameters())
+    at_rest = any(isinstance(parameter, Resharded) for parameter in module.parameters())
     end(engine)
     moved = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
     alone = module(batch(2, 2, 2, 4))
-    return at_rest and moved and all(each.isfinite().all() for each in (*after, alone))
+    return at_rest and moved and all(tensor.isfinite().all() for tensor in (*after, alone))
 
 
 def another_dtype(folder):
@@ -134,7 +134,7 @@ def saved_elsewhere(folder):
     dist.barrier()
     saved = torch.load(file, map_location=device())
     with unsharded_parameters(engine):
-        same = all(torch.equal(saved[name], each) for name, each in module.named_parameters())
+        same = all(torch.equal(saved[name], parameter) for name, parameter in module.named_parameters())
         engine.destroy()
     return said, same
 
@@ -194,7 +194,7 @@ def saved_in_objects(folder):
     """A checkpoint's client state has a parameter in a set, in an object, and of another engine, and then whole."""
     module, engine = make("all")
     others, other = make("all")
-    weight, others_weight = (each.body.blocks[1].up.weight for each in (module, others))
+    weight, others_weight = (model.body.blocks[1].up.weight for model in (module, others))
     states = {
         "set": (weight, engine, lambda tensor: {tensor}),
         "object": (weight, engine, Holder),
@@ -239,7 +239,7 @@ def offloaded_whole(folder):
     """All states are to be moved to the host, and then those that the error leaves."""
     module, engine = make("all")
     said = [outcome(engine.offload_states)]
-    others = [each for each in OffloadStateTypeEnum if each is not OffloadStateTypeEnum.lp_params]
+    others = [state for state in OffloadStateTypeEnum if state is not OffloadStateTypeEnum.lp_params]
     engine.offload_states(include=others, pin_memory=False)
     engine.reload_states()
     return said, trains(engine, module)
@@ -266,11 +266,11 @@ def taken_as_torch_does(folder):
     trained_on(engine, module)
     on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
     taken = [(module, None), (engine, on_first), (module.body, on_first)]
-    said = [outcome(get_model_state_dict, each, options=options) for each, options in taken]
+    said = [outcome(get_model_state_dict, model, options=options) for model, options in taken]
     with unsharded_parameters(engine):
         values = get_model_state_dict(module, options=on_first)
-        expected = {name: each.detach().clone() for name, each in module.named_parameters()}
-    is_right = all(torch.equal(expected[name], each) for name, each in values.items())
+        expected = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    is_right = all(torch.equal(expected[name], value) for name, value in values.items())
     return said, is_right and len(values) == (0 if dist.get_rank() else len(expected)) and trains(engine, module)
 
 

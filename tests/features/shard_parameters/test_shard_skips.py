@@ -68,7 +68,7 @@ class Controlled(nn.Module):
 
     def forward(self, ids):
         outputs = self.control(self.embedding(ids))
-        return self.unet(ids, [each(x) for each, x in zip(self.projections, outputs, strict=True)])
+        return self.unet(ids, [projection(x) for projection, x in zip(self.projections, outputs, strict=True)])
 
 
 @pytest.mark.options("compile.shard_parameters")

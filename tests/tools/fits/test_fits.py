@@ -481,7 +481,7 @@ def test_modes_that_have_a_meaning():
     assert not any("remainders" in name for name in names(gpus=2, dtype=torch.float32))
     assert not any("checkpointed" in name or "FSDP2" in name for name in names(has_blocks=False))
     lines = [", ".join(mode.lines(enables=True, is_whole=True)) for mode in modes.MODES]
-    assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in each for each in lines)
+    assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in line for line in lines)
 
 
 def small():
