@@ -27,6 +27,7 @@ OWN = {
     "_deepcompile",
     "_memory_recorder",
     "_has_logged_its_stage",
+    "_has_warned_of_evaluation",
     "base_orders",
     "even_layouts",
     "is_in_our_order",

@@ -88,7 +88,7 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     whenever the engine is compiled.
     """
     if not engine.module.training:
-        _tell_of_evaluation_mode(engine)
+        _warn_of_evaluation_mode(engine)
     if engine.is_compiled or _is_left_to_caller(engine):
         return
     if not in_own_thread(_waits_on_any_rank, engine):
@@ -144,9 +144,9 @@ def _log_other_stages(engine):
     torch.compiler.disable(log_notice)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
-def _tell_of_evaluation_mode(engine):
-    if is_set_up_by_compile(engine) and not getattr(engine, "_told_of_evaluation_mode", False):
-        engine._told_of_evaluation_mode = True
+def _warn_of_evaluation_mode(engine):
+    if is_set_up_by_compile(engine) and not getattr(engine, "_has_warned_of_evaluation", False):
+        engine._has_warned_of_evaluation = True
         warn("The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first")
 
 
