@@ -7,8 +7,11 @@ import threading
 import time
 
 
-def in_threads(functions):
-    """Calls each in a thread of its own, all at once; raises what one of them raised."""
+def in_threads(functions, failed=lambda: None):
+    """Calls each in a thread of its own, all at once; raises what the first of them raised.
+
+    ``failed``: called behind each that raised, for example to end the others' waits.
+    """
     ready, errors = threading.Barrier(len(functions)), []
 
     def call(function):
@@ -17,6 +20,7 @@ def in_threads(functions):
             function()
         except BaseException as error:  # noqa: B902 (raised below)
             errors.append(error)
+            failed()
 
     threads = [threading.Thread(target=call, args=(function,)) for function in functions]
     for thread in threads:

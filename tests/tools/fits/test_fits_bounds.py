@@ -18,6 +18,7 @@ from deepspeed.compile.tools.fits.advice import text_of
 from deepspeed.compile.tools.fits.modes import Mode
 
 from support.ids import vary
+from support.models import TEXT_SIZES as TEXT
 
 PLAIN = Mode("plain")
 NEEDS_TRANSFORMERS = "a configuration needs transformers: requirements/benchmarks.txt"
@@ -51,14 +52,6 @@ def test_images_are_not_counted():
     assert of_images(fits(ReadsImages, modes=[PLAIN], batch=lambda *_: ids)) == []
 
 
-TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-}
 TOWER = {
     "hidden_size": 64,
     "intermediate_size": 96,

@@ -58,44 +58,51 @@ def begin(writer: "TorchCheckpointEngine") -> None:
 
 def drop(writer: "CheckpointEngine") -> bool:
     """Removes files that have not got their names. Returns whether an earlier checkpoint may have lost some."""
-    # Other checkpoint engines write files under their own names.
-    written = getattr(writer, "written", Written())
-    may_be_mixed = not hasattr(writer, "written") or (written is not None and written.are_replacing)
-    for name in written.names if written is not None else ():
+    if not hasattr(writer, "written"):
+        # It writes files under their own names.
+        return True
+    written, writer.written = writer.written, None
+    if written is None:
+        return False
+    for name in written.names:
         with contextlib.suppress(OSError):
             os.unlink(name)
-    if hasattr(writer, "written"):
-        writer.written = None
-    return may_be_mixed
+    return written.are_replacing
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Context in which a file is written under the name that this yields, and gets its own name in the end."""
+    other = unfinished(path)
+    try:
+        yield other
+        os.replace(other, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(other)
+        raise
 
 
 @contextlib.contextmanager
 def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
-    """Context in which a file is written under the name that this yields.
-
-    The error of a file that cannot be written is raised by ``commit()``, because other ranks may wait for this rank in
-    a collective behind this file.
-    """
-    other, written = unfinished(path), getattr(writer, "written", None)
-    try:
-        yield other
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(other)
-        if written is None or not isinstance(error, Exception):
-            raise
-        written.error = written.error or error
-        return
+    """Context in which a file is written under the name that this yields. ``commit()`` gives the file its own."""
+    written = getattr(writer, "written", None)
     if written is None:
         # Nobody has called create(), so nobody may call commit().
-        os.replace(other, path)
-    else:
-        written.names[other] = path
+        with replacing(path) as other:
+            yield other
+        return
+    other = unfinished(path)
+    # First, so that drop() removes what is left of it.
+    written.names[other] = path
+    with noting_error(writer):
+        yield other
 
 
 @contextlib.contextmanager
-def writing_beside(writer: "CheckpointEngine") -> Iterator[None]:
-    """Context in which the first rank writes files that no load reads. Its error is raised by ``commit()`` too."""
+def noting_error(writer: "CheckpointEngine") -> Iterator[None]:
+    """Context in which a rank writes. ``commit()`` raises the error, because other ranks may wait for this rank in a
+    collective until then."""
     written = getattr(writer, "written", None)
     try:
         yield

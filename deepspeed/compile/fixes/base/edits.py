@@ -50,7 +50,7 @@ EDITS = {
             "        if not ckpt_list:\n            whole_checkpoints.refuse(self._get_ckpt_name(load_dir, tag))\n..."
         ),
         "            self._copy_recovery_script(save_path)\n": (
-            "            with whole_checkpoints.checkpoint_files.writing_beside(self.checkpoint_engine):\n    ..."
+            "            with whole_checkpoints.checkpoint_files.noting_error(self.checkpoint_engine):\n    ..."
         ),
         "            zero_sd_list = self._get_all_zero_checkpoints(load_dir, tag)\n": (
             "            with whole_checkpoints.reading_partitions(self):\n    ..."

@@ -74,27 +74,19 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
         with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
             # Where each host has a folder of its own, each has the file.
             if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
-                _name_latest(os.path.join(info.save_dir, checkpoint_files.LATEST), info.tag)
-
-
-def _name_latest(path, tag):
-    other = checkpoint_files.unfinished(path)
-    try:
-        with open(other, "w") as file:
-            file.write(tag)
-        os.replace(other, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(other)
-        raise
+                path = os.path.join(info.save_dir, checkpoint_files.LATEST)
+                with checkpoint_files.replacing(path) as other, open(other, "w") as file:
+                    file.write(info.tag)
 
 
 @contextlib.contextmanager
 def _on_every_rank(engine, purpose):
     """Context at whose end all ranks meet."""
-    with every_rank_raises(purpose) if trains_here(engine) else contextlib.nullcontext():
+    if trains_here(engine):
+        with every_rank_raises(purpose):
+            yield
+    else:
         yield
-    if not trains_here(engine):
         dist.barrier()
 
 
