@@ -55,5 +55,5 @@ def synchronize() -> None:
 def mapped_bytes() -> int:
     """Returns the bytes of memory that DeepCompile's ranks map on each other's GPUs. Torch's allocator, and so its
     peaks, leave them out. They stay from set-up to end."""
-    mapped = sys.modules.get("deepspeed.compile.features.copy_engines.mapped")
-    return mapped.mapped_bytes() if mapped else 0
+    deepcompile = sys.modules.get("deepspeed.compile.zero_1_and_2")
+    return deepcompile.mapped_memory.nbytes if deepcompile else 0

@@ -31,8 +31,9 @@ PERFORMANCE, PEOPLE, SCALE = "tables.md", "packages.md", "scale.md"
 # What `python -m benchmarks.lengths` trains in this fork: the fields of its question.
 ON_HOST = {"inputs_on_host": True}
 RESHARDED = "2 H200s, 2026-11-26"
-# `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
-# qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4 processes.
+# `python -m benchmarks.compare --processes 8 --systems "fork, not overlapped" "fork, frozen sharded" "FSDP2,
+# resharded" -- --shape qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4
+# processes.
 SHARED = "ranks share one H200, 2026-11-25"
 
 

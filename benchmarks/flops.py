@@ -5,9 +5,10 @@
 A token costs ``6 N + 12 L H Q T`` operations, as torchtitan counts them:
 
 - N is the number of elements of the matrices by which a token is multiplied: the linear layers of the blocks, and the
-  head. Each element takes one multiplication and one addition in the forward, and twice that in the backward, for the
-  gradient of the input and for that of the matrix. A frozen matrix has no gradient: its elements take 4 instead of 6.
-  An embedding is looked up and takes nothing, unless its weight is the head's too.
+  head; of a mixture of experts, the routers, and as many experts as a token goes to. Each element takes one
+  multiplication and one addition in the forward, and twice that in the backward, for the gradient of the input and for
+  that of the matrix. A frozen matrix has no gradient: its elements take 4 instead of 6. An embedding is looked up and
+  takes nothing, unless its weight is the head's too.
 - L layers of H heads with Q elements attend over T tokens. A head multiplies two pairs of matrices for each token in
   the forward, and four in the backward, each with Q times T multiplications and additions.
 
@@ -39,11 +40,15 @@ def per_token(model: torch.nn.Module, seq: int) -> int:
         seq: tokens in a sequence.
     """
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    # A quantized weight has another shape than its matrix.
-    matrices = sum(
-        (6 if layer.weight.requires_grad else 4) * layer.in_features * layer.out_features for layer in linear
-    )
     config: Any = model.config
+    # Weights of all experts, [experts, out, in], of which each token takes a few, and the router's.
+    experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
+    routers = [module.weight for module in model.modules() if type(module).__name__.endswith("Router")]
+    # A quantized weight has another shape than its matrix.
+    sizes = [(layer.weight.requires_grad, layer.in_features * layer.out_features) for layer in linear]
+    sizes += [(weight.requires_grad, weight[0].numel() * config.num_experts_per_tok) for weight in experts]
+    sizes += [(weight.requires_grad, weight.numel()) for weight in routers]
+    matrices = sum((6 if is_trained else 4) * size for is_trained, size in sizes)
     return matrices + 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seq
 
 

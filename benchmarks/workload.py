@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The sizes of a Qwen3, under the names that transformers' ``Qwen3Config`` has for them."""
+    """The sizes of a Qwen3, under the names that transformers' ``Qwen3Config`` has for them, or ``Qwen3MoeConfig``."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -26,15 +26,21 @@ class Shape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+    # Of a mixture of experts; 0: a dense model.
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
 
 SHAPES = {
     "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, tie_word_embeddings=False),
     "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, tie_word_embeddings=True),
     "qwen3-32b": Shape(64, 5120, 25600, 64, 8, 128, 151936, tie_word_embeddings=False),
+    "qwen3-30b-a3b": Shape(48, 2048, 6144, 32, 4, 128, 151936, False, 128, 8, 768),
     # Many layers that compute little, so that the time of a step is the host's.
     "deep": Shape(28, 64, 192, 4, 2, 16, 1024, tie_word_embeddings=False),
     "tiny": Shape(2, 128, 384, 4, 2, 32, 1024, tie_word_embeddings=False),
+    "tiny-experts": Shape(2, 128, 384, 4, 2, 32, 1024, False, 8, 2, 64),
 }
 
 # Recipes of torchao's float8. "tensorwise" has one scale for a tensor and is the fastest; "rowwise" has one for each
@@ -76,15 +82,23 @@ def build_model(
         checkpoint: whether every layer keeps only its input and computes the rest again in the backward.
         drawn_on: on which device the weights are drawn, one after the other, if they are to lie elsewhere.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config = Qwen3Config(**dataclasses.asdict(shape), rope_theta=1e6, use_cache=False, attn_implementation="sdpa")
+    sizes, kind = dataclasses.asdict(shape), "Qwen3Moe" if shape.num_experts else "Qwen3"
+    if shape.num_experts:
+        # As in Qwen's own configuration. One kernel multiplies the tokens of all experts.
+        sizes |= {"norm_topk_prob": True, "experts_implementation": "grouped_mm"}
+    else:
+        for name in ("num_experts", "num_experts_per_tok", "moe_intermediate_size"):
+            del sizes[name]
+    config_class, model_class = (getattr(transformers, kind + name) for name in ("Config", "ForCausalLM"))
+    config = config_class(**sizes, rope_theta=1e6, use_cache=False, attn_implementation="sdpa")
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device), _DrawnOn(drawn_on) if drawn_on not in (None, device) else nullcontext():
-            model = Qwen3ForCausalLM(config)
+            model = model_class(config)
     finally:
         torch.set_default_dtype(before)
     if checkpoint:

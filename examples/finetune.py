@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.copy_engines.mapped import mapped_bytes
-from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, mapped_memory
 from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -201,7 +200,7 @@ tokens = args.micro_batch * args.accumulation * args.length
 say(f"median step {median:.3f} s, {tokens / median:,.0f} tokens a second on each GPU")
 if torch.cuda.is_available():
     # Torch's allocator does not count memory that ranks map, such as that of parameters.
-    peak = torch.cuda.max_memory_allocated() + mapped_bytes()
+    peak = torch.cuda.max_memory_allocated() + mapped_memory.nbytes
     say(f"peak {peak / 2**30:.2f} GiB on the first GPU")
 if not args.off:
     say(f"{gradient_counters(engine)['from_graphs']} gradients came from compiled graphs")

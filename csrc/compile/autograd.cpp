@@ -240,7 +240,7 @@ void Reducer::on_nothing_accumulated(size_t index)
 {
     std::lock_guard lock(mutex_);
     if (index >= records_.size()) { return; }
-    // That of a parameter which was frozen after the forward accumulates nothing, and has no turn.
+    // The gradient of a parameter that was frozen after the forward accumulates nothing, and has no turn.
     if (!takes_turns(records_[index]) || !records_[index].parameter.requires_grad()) { return; }
     at::NoGradGuard no_grad;
     streams_.order_after_last_use();
@@ -403,7 +403,7 @@ int64_t Reducer::contributions_of_graphs(const ParameterRecord& record)
         static constexpr auto of_other_code = std::numeric_limits<int64_t>::min() / 2;
         from_graphs_of_ = task;
         from_graphs_.clear();
-        for (const auto& each : records_) { from_graphs_[current_node(each.parameter).get()] = 0; }
+        for (const auto& registered : records_) { from_graphs_[current_node(registered.parameter).get()] = 0; }
         const auto note_edges = [this](const torch::autograd::Node& node) {
             int64_t adds = 0;
             for (const auto& edge : node.next_edges()) {

@@ -173,7 +173,7 @@ bool Agreement::compare(const std::deque<PartitionGroup>& groups, const std::str
         disagreement_ = "DeepCompile's ranks sent different gradients: " + sent +
                         ". Usually some rank ran another number of backwards, or those of another engine, or one " +
                         "raised. Restart from a checkpoint.";
-        for (const auto& each : groups) { each.carrier->give_up(disagreement_); }
+        for (const auto& partition_group : groups) { partition_group.carrier->give_up(disagreement_); }
     }
     TORCH_CHECK(disagreement_.empty(), disagreement_);
     return exchanges;

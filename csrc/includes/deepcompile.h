@@ -265,7 +265,7 @@ enum class Marker : int64_t {
     step_complete = -3,       ///< the gradients of a step are complete
 };
 
-/// Which gradients were sent, in which order and in which buckets.
+/// Identifies the gradients that were sent, their order and their buckets.
 struct Fingerprint {
     int64_t hash = 0;
     int64_t gradients = 0;
@@ -438,8 +438,8 @@ private:
     std::unique_ptr<Bucket> in_flight_;                 ///< null if no bucket is in flight
     bool failed_ = false;                               ///< until abandon(): sending or awaiting `in_flight_` raised
     bool holds_ = false;                                ///< whether buckets that are launched are held
-    /// Of the bucket that was launched last, until it is drained: as if it had been sent. So all ranks, of which some
-    /// hold a bucket that others send, fill the same buckets.
+    /// The bytes of the bucket that was launched last, and of its largest gradient, until the bucket is drained, as if
+    /// it had been sent. So all ranks, of which some hold a bucket that others send, fill the same buckets.
     int64_t launched_bytes_ = 0;
     int64_t launched_largest_ = 0;
     int64_t launches_before_ = 0;  ///< `launches_over()` when this reducer last sent a bucket

@@ -113,8 +113,8 @@ class MemoryWatch:
         if self._gpu:
             torch.cuda.synchronize()
             # Torch's allocator does not count memory that DeepCompile's ranks map, such as that of parameters.
-            mapped = sys.modules.get("deepspeed.compile.features.copy_engines.mapped")
-            uncounted = mapped.mapped_bytes() if mapped else 0
+            deepcompile = sys.modules.get("deepspeed.compile.zero_1_and_2")
+            uncounted = deepcompile.mapped_memory.nbytes if deepcompile else 0
             self.bytes[f"peak of the {phase}"] = torch.cuda.max_memory_allocated() + uncounted
             self.bytes[f"after the {phase}"] = torch.cuda.memory_allocated() + uncounted
             torch.cuda.reset_peak_memory_stats()

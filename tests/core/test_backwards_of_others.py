@@ -23,6 +23,7 @@ from support.critic import WIDTH, Critic, rows
 from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.models import Block
+from support.on_ranks import on_ranks
 from support.training import (
     BOUND,
     Case,
@@ -132,47 +133,40 @@ def saliency(engine, x):
     return torch.autograd.grad(engine(x).sum(), x)[0]
 
 
-def train_beside_saliency(case, places, direct):
-    """Asks for gradients of inputs at ``places`` of a micro-batch: before it, before and after its backward."""
-    pair = Beside(Critic(), case)
-    engine, plain = pair.engine, pair.plain
-    error = 0.0
+@vary("places", [("after",), ("before", "between", "after")])
+@vary("stage, accumulation, direct", [(1, 1, False), (2, 2, True), (1, 2, False), (2, 1, False), (1, 1, True)])
+@on_ranks(2)
+def test_gradients_of_inputs_belong_to_no_step(stage, accumulation, direct, places):
+    """The parameters' gradients that graphs compute for an input's would be added to those of the step."""
+    pair = Beside(Critic(), Case(stage=stage, accumulation=accumulation))
+    engine, plain, errors = pair.engine, pair.plain, []
 
     def ask(place, x):
-        nonlocal error
         if place in places:
             # DeepSpeed divides the gradient of an engine's output by the number of micro-batches.
-            wanted = saliency(plain, x) / case.accumulation
-            error = max(error, relative_error([saliency(engine, x)], [wanted]))
+            errors.append(relative_error([saliency(engine, x)], [saliency(plain, x) / accumulation]))
 
     for step in range(3):
-        for micro_step in range(case.accumulation):
+        for micro_step in range(accumulation):
             x = rows(step, micro_step)
             ask("before", x)
             loss = engine(x).square().mean()
             ask("between", x)
             loss.backward() if direct else engine.backward(loss)
-            (plain(x).square().mean() / case.accumulation).backward()
+            (plain(x).square().mean() / accumulation).backward()
             ask("after", x)
             engine.step()
         pair.step_plain()
-    return pair.end(), error
+    check([pair.end()])
+    assert max(errors) < BOUND
 
 
-@vary("places", [("after",), ("before", "between", "after")])
-@vary("stage, accumulation, direct", [(1, 1, False), (2, 2, True), (1, 2, False), (2, 1, False), (1, 1, True)])
-def test_gradients_of_inputs_belong_to_no_step(ranks, stage, accumulation, direct, places):
-    """The parameters' gradients that graphs compute for an input's would be added to those of the step."""
-    case = Case(stage=stage, accumulation=accumulation)
-    results = ranks(2).run(train_beside_saliency, case, places, direct)
-    check([result for result, _ in results])
-    assert max(error for _, error in results) < BOUND
-
-
-def buckets_sent_by_a_step(case):
-    """Returns how many buckets a rank sends in a step, whose penalty the first rank alone has."""
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_sends_nothing_of_a_penalty_again(stage):
+    """The rank with the penalty would send buckets of zeros in its step, for which no other rank waits."""
     module = Critic().to(device())
-    engine = make_engine(module, case)
+    engine = make_engine(module, Case(stage=stage))
     if dist.get_rank() == 0:
         penalty_of(module).backward()
     engine.backward(engine(rows(0)).square().mean())
@@ -180,13 +174,7 @@ def buckets_sent_by_a_step(case):
     engine.step()
     sent = gradient_counters(engine)["buckets_sent"] - before
     engine.destroy()
-    return sent
-
-
-@vary("stage", [1, 2])
-def test_a_step_sends_nothing_of_a_penalty_again(ranks, stage):
-    """The rank with the penalty would send buckets of zeros in its step, for which no other rank waits."""
-    assert ranks(2).run(buckets_sent_by_a_step, Case(stage=stage)) == [0, 0]
+    assert sent == 0
 
 
 def penalty_of(module):
@@ -194,66 +182,60 @@ def penalty_of(module):
     return 0.05 * sum(parameter.square().sum() for parameter in module.parameters())
 
 
-def train_with_penalty(case, first, direct):
-    pair = Beside(Critic(), case)
-    engine, plain = pair.engine, pair.plain
-    with warnings_logged() as warnings:
-        for step in range(3):
-            for micro_step in range(case.accumulation):
-                x = rows(step, micro_step)
-                loss = None if first else engine(x).square().mean()
-                (penalty_of(pair.module) / case.accumulation).backward()
-                loss = engine(x).square().mean() if first else loss
-                loss.backward() if direct else engine.backward(loss)
-                engine.step()
-                ((plain(x).square().mean() + penalty_of(plain)) / case.accumulation).backward()
-            pair.step_plain()
-    return pair.end(), warnings
-
-
 @pytest.mark.sanitized
 @vary("first", [True, False])
 @vary("direct", [True, False])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_a_penalty_has_a_backward_of_its_own(ranks, stage, accumulation, first, direct):
+@on_ranks(2)
+def test_a_penalty_has_a_backward_of_its_own(stage, accumulation, first, direct):
     """Gradients of a penalty would be dropped where the loss's backward replaces a step that nobody has taken."""
-    results = ranks(2).run(train_with_penalty, Case(stage=stage, accumulation=accumulation), first, direct)
-    check([result for result, _ in results])
-    assert not any(warnings for _, warnings in results), results
+    pair = Beside(Critic(), Case(stage=stage, accumulation=accumulation))
+    engine, plain = pair.engine, pair.plain
+    with warnings_logged() as warnings:
+        for step in range(3):
+            for micro_step in range(accumulation):
+                x = rows(step, micro_step)
+                loss = None if first else engine(x).square().mean()
+                (penalty_of(pair.module) / accumulation).backward()
+                loss = engine(x).square().mean() if first else loss
+                loss.backward() if direct else engine.backward(loss)
+                engine.step()
+                ((plain(x).square().mean() + penalty_of(plain)) / accumulation).backward()
+            pair.step_plain()
+    check([pair.end()])
+    assert not warnings
 
 
+@vary("stage", [1, 2])
+@on_ranks(2)
 # A backward that torch compiles at its first call knows that the graph is retained, and one that is loaded does not.
 @compiled_anew()
-def train_by_loss_backward_behind_saliency(case):
-    """As for adversarial examples: the gradient of an input, and then a backward through the same output."""
-    pair = Beside(Critic(), case)
-    error = 0.0
+def test_a_backward_behind_one_that_passed_through(stage):
+    """A graph that ran for an input's gradient would count as done when loss.backward() runs it again."""
+    pair = Beside(Critic(), Case(stage=stage))
+    errors = []
     for step in range(3):
         x = rows(step).requires_grad_()
         losses = [module(x).square().mean() for module in (pair.engine, pair.plain)]
         for loss in losses:
+            # As for adversarial examples.
             torch.autograd.grad(loss, x, retain_graph=True)
             loss.backward()
         found = [safe_get_full_grad(parameter) for parameter in pair.module.parameters()]
         pair.engine.step()
         average_gradients(pair.plain)
-        error = max(error, relative_error(found, [parameter.grad for parameter in pair.plain.parameters()]))
+        errors.append(relative_error(found, [parameter.grad for parameter in pair.plain.parameters()]))
         pair.optimizer.step()
         pair.optimizer.zero_grad()
-    return pair.end(), error
+    check([pair.end()])
+    assert max(errors) < BOUND
 
 
-@vary("stage", [1, 2])
-def test_a_backward_behind_one_that_passed_through(ranks, stage):
-    """A graph that ran for an input's gradient would count as done when loss.backward() runs it again."""
-    results = ranks(2).run(train_by_loss_backward_behind_saliency, Case(stage=stage))
-    check([result for result, _ in results])
-    assert max(error for _, error in results) < BOUND
-
-
-def penalize_between(case, forward_between):
-    """A penalty between a backward within no_sync() and the last one, or behind the last one and another forward."""
-    pair = Beside(Critic(), case)
+@vary("stage, forward_between", [(1, False), (1, True), (2, True)])
+@on_ranks(2)
+def test_a_penalty_between(stage, forward_between):
+    """Behind an evaluation or no_sync(), a penalty's gradients would be taken for those of another step."""
+    pair = Beside(Critic(), Case(stage=stage))
     engine, plain = pair.engine, pair.plain
     for step in range(3):
         first, second = rows(step, 0), rows(step, 1)
@@ -270,41 +252,33 @@ def penalize_between(case, forward_between):
         engine.step()
         (plain(second).square().mean() + penalty_of(plain)).backward()
         pair.step_plain()
-    return pair.end()
-
-
-@vary("stage, forward_between", [(1, False), (1, True), (2, True)])
-def test_a_penalty_between(ranks, stage, forward_between):
-    """Behind an evaluation or no_sync(), a penalty's gradients would be taken for those of another step."""
-    check(ranks(2).run(penalize_between, Case(stage=stage), forward_between))
-
-
-def train_the_module_itself(case, penalized):
-    """The caller calls the module and not the engine, and no backward is announced."""
-    pair = Beside(Critic(), case)
-    for step in range(3):
-        for micro_step in range(case.accumulation):
-            x = rows(step, micro_step)
-            (pair.module(x).square().mean() / case.accumulation).backward()
-            (pair.plain(x).square().mean() / case.accumulation).backward()
-            if penalized:
-                for module in (pair.module, pair.plain):
-                    (penalty_of(module) / case.accumulation).backward()
-            pair.engine.step()
-        pair.step_plain()
-    return pair.end()
+    check([pair.end()])
 
 
 @vary("penalized", [False, True])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
-def test_a_step_takes_gradients_that_no_backward_has_taken(ranks, stage, accumulation, penalized):
+@on_ranks(2)
+def test_a_step_takes_gradients_that_no_backward_has_taken(stage, accumulation, penalized):
     """A step would find nothing where the caller has called the module, so that no backward was announced."""
-    check(ranks(2).run(train_the_module_itself, Case(stage=stage, accumulation=accumulation), penalized))
+    pair = Beside(Critic(), Case(stage=stage, accumulation=accumulation))
+    for step in range(3):
+        for micro_step in range(accumulation):
+            x = rows(step, micro_step)
+            (pair.module(x).square().mean() / accumulation).backward()
+            (pair.plain(x).square().mean() / accumulation).backward()
+            if penalized:
+                for module in (pair.module, pair.plain):
+                    (penalty_of(module) / accumulation).backward()
+            pair.engine.step()
+        pair.step_plain()
+    check([pair.end()])
 
 
-def replace_after_penalty(case):
-    """A penalty comes between a backward that no step uses and the backward that replaces it."""
-    pair = Beside(Critic(), case)
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_penalty_before_a_backward_that_replaces_another(stage):
+    """A backward that replaces another would drop the gradients of a penalty that came in between, too."""
+    pair = Beside(Critic(), Case(stage=stage))
     for step in range(2):
         pair.engine.backward(pair.engine(rows(step, 1)).square().mean())
         x = rows(step)
@@ -314,17 +288,15 @@ def replace_after_penalty(case):
         pair.engine.step()
         (pair.plain(x).square().mean() + penalty_of(pair.plain)).backward()
         pair.step_plain()
-    return pair.end()
+    check([pair.end()])
 
 
-@vary("stage", [1, 2])
-def test_a_penalty_before_a_backward_that_replaces_another(ranks, stage):
-    """A backward that replaces another would drop the gradients of a penalty that came in between, too."""
-    check(ranks(2).run(replace_after_penalty, Case(stage=stage)))
-
-
-def freeze_before_backward(case, direct):
-    pair = Beside(Critic(), case)
+@vary("direct", [True, False])
+@vary("stage, backend", [(1, "eager"), (2, "eager")], slow=[(2, "inductor")])
+@on_ranks(2)
+def test_parameters_frozen_between_forward_and_backward(stage, backend, direct):
+    """A graph would reduce the gradient of a parameter that was frozen after its forward."""
+    pair = Beside(Critic(), Case(stage=stage, backend=backend))
     for step in range(3):
         x = rows(step)
         losses = [module(x).square().mean() for module in (pair.engine, pair.plain)]
@@ -337,11 +309,4 @@ def freeze_before_backward(case, direct):
             half.requires_grad_(True)
         pair.engine.step()
         pair.step_plain()
-    return pair.end()
-
-
-@vary("direct", [True, False])
-@vary("stage, backend", [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
-def test_parameters_frozen_between_forward_and_backward(ranks, stage, backend, direct):
-    """A graph would reduce the gradient of a parameter that was frozen after its forward."""
-    check(ranks(2).run(freeze_before_backward, Case(stage=stage, backend=backend), direct))
+    check([pair.end()])

@@ -3,7 +3,6 @@
 """How many bytes of gradients wait for their reduction, and when a bucket is sent."""
 
 import contextlib
-from typing import Dict, List, NamedTuple
 from unittest import mock
 
 import pytest
@@ -16,6 +15,7 @@ from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.ids import vary
 from support.lifetime import backward, start
+from support.on_ranks import on_ranks
 from support.reducers import register
 from support.training import NOTHING, Case, device, held
 
@@ -34,44 +34,36 @@ class EqualMatrices(torch.nn.Module):
         return x.square().mean()
 
 
-class Pending(NamedTuple):
-    """Bytes in one backward."""
-
-    peak: int  # of gradients that waited at the same time
-    bucket: int  # of a bucket, as configured
-    largest: int  # of the largest gradient
-    all: int  # of all gradients
-    bucket_after: int  # left in the bucket after the backward
-
-
-def pending_bytes(case, equal=False):
-    """Runs one step; ``equal`` takes the model of equal matrices."""
-    module, engine = start(case, EqualMatrices().to(device()) if equal else None)
+def step_once(case, module=None):
+    """Returns the counters of a step's backward, and how many bytes the gradient of each parameter has."""
+    module, engine = start(case, module)
     backward(engine)
     counters = gradient_counters(engine)
     engine.step()
     sizes = [parameter.nbytes for parameter in module.parameters()]
     engine.destroy()
-    return Pending(counters["peak_pending"], case.bucket * 4, max(sizes), sum(sizes), counters["bucket"])
+    return counters, sizes
 
 
 @pytest.mark.sanitized
 # A bucket of the whole model would allow for anything.
 @pytest.mark.options("zero_optimization.reduce_bucket_size")
 @vary("bucket", [1, 100, 300])
-def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
+@on_ranks(2)
+def test_pending_bytes_stay_within_bucket_and_largest_gradient(bucket):
     """A gradient would be added to a bucket that is full already, or is on its way."""
-    for pending in ranks(2).run(pending_bytes, Case(bucket=bucket)):
-        assert 0 < pending.peak <= pending.bucket + pending.largest < pending.all
-        assert pending.bucket_after == 0
+    counters, sizes = step_once(Case(bucket=bucket))
+    assert 0 < counters["peak_pending"] <= 4 * bucket + max(sizes) < sum(sizes)
+    assert counters["bucket"] == 0
 
 
 @pytest.mark.sanitized
-def test_pending_bytes_of_equal_gradients(ranks):
+@on_ranks(2)
+def test_pending_bytes_of_equal_gradients():
     """A bucket would be sent one gradient too late, or hold its gradients until the next one is sent."""
     # Two are sent together; beside them a third fits into the bucket and a fourth does not.
-    for pending in ranks(2).run(pending_bytes, Case(bucket=160), equal=True):
-        assert pending.peak == 3 * pending.largest
+    counters, sizes = step_once(Case(bucket=160), EqualMatrices().to(device()))
+    assert counters["peak_pending"] == 3 * max(sizes)
 
 
 SEND_NUMEL = 2**12
@@ -91,42 +83,25 @@ class LargeMatrices(torch.nn.Module):
         return (x @ there @ back.t() @ again @ last).square().mean()
 
 
-class Sent(NamedTuple):
-    """What one backward has sent."""
-
-    buckets: int
-    pending: float  # at most, counted in gradients of the smaller size
-
-
-def large_gradients(case):
-    """Runs one backward, whose buckets are sent with ``SEND_NUMEL`` elements."""
+@on_ranks(2)
+def test_buckets_are_sent_before_they_are_full():
+    """Buckets as large as the model, which DeepSpeed has by default, would be sent when the backward ends."""
     with mock.patch.multiple(set_up, SEND_NUMEL=SEND_NUMEL, SEND_NUMEL_OF_A_RANK=1):
-        module, engine = start(case, LargeMatrices().to(device()))
+        module, engine = start(Case(dtype="bf16", bucket=10**9), LargeMatrices().to(device()))
     backward(engine)
     counters = gradient_counters(engine)
     engine.destroy()
-    return Sent(counters["buckets_sent"], counters["peak_pending"] / module.matrices[0].nbytes)
+    # The large one at once; while it is on its way, two others; the last.
+    assert counters["buckets_sent"] == 3
+    assert counters["peak_pending"] == (4 + 2) * module.matrices[0].nbytes
 
 
-def test_buckets_are_sent_before_they_are_full(ranks):
-    """Buckets as large as the model, which DeepSpeed has by default, would be sent when the backward ends."""
-    for sent in ranks(2).run(large_gradients, Case(dtype="bf16", bucket=10**9)):
-        # The large one at once; while it is on its way, two others; the last.
-        assert (sent.buckets, sent.pending) == (3, 4 + 2)
-
-
-class AfterFailure(NamedTuple):
-    """What came of a backward in which a bucket could not be sent."""
-
-    raised: List[str]  # by the gradients of the backward, and by its end
-    held: Dict[str, int]  # when the backward was abandoned
-
-
-def a_bucket_that_cannot_be_sent():
-    """Each gradient is a bucket. That of the first cannot be sent, because integers are not averaged.
-
-    The other gradients come all the same, as from another thread of the backward.
-    """
+@pytest.mark.follows("has failed; look for the first error of this rank")
+@on_ranks(2)
+def test_a_bucket_that_failed_is_not_sent_again():
+    """Other ranks would take it for the next bucket, or the step would lack its gradients without a word."""
+    # Each gradient is a bucket. That of the first cannot be sent, because integers are not averaged. The other
+    # gradients come all the same, as from another thread of the backward.
     parameters = [torch.nn.Parameter(torch.ones(2, device=device())) for _ in range(3)]
     reducer = reducer_module().Reducer(
         identity=10**9,
@@ -157,17 +132,10 @@ def a_bucket_that_cannot_be_sent():
     reducer.abandon_backward()
     after = held(reducer.counters())
     reducer.close()
-    return AfterFailure(raised, after)
-
-
-@pytest.mark.follows("has failed; look for the first error of this rank")
-def test_a_bucket_that_failed_is_not_sent_again(ranks):
-    """Other ranks would take it for the next bucket, or the step would lack its gradients without a word."""
-    for raised, after in ranks(2).run(a_bucket_that_cannot_be_sent):
-        first, *later = raised
-        # Gloo and NCCL say it in their own words.
-        assert first != "nothing" and "an earlier bucket" not in first
-        # A gradient whose turn has not come is kept.
-        assert len(later) == 3 and later[-1] != "nothing"
-        assert all("an earlier bucket of it has failed" in error for error in later if error != "nothing")
-        assert after == NOTHING
+    first, *later = raised
+    # Gloo and NCCL say it in their own words.
+    assert first != "nothing" and "an earlier bucket" not in first
+    # A gradient whose turn has not come is kept.
+    assert len(later) == 3 and later[-1] != "nothing"
+    assert all("an earlier bucket of it has failed" in error for error in later if error != "nothing")
+    assert after == NOTHING

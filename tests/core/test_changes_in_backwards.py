@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support.beside import Beside, check
 from support.ids import vary
 from support.models import VOCABULARY
+from support.on_ranks import on_ranks
 from support.training import Case, batch, build
 
 
@@ -86,25 +87,6 @@ def test_a_hook_adds_to_gradients(ranks, stage, accumulation):
     check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), add_to_gradients, add_to_gradients))
 
 
-def drop_within(case, drop):
-    """A hook drops gradients. Returns what it is told, and what comes of the training that goes on."""
-    pair = Beside(Watched(), case)
-    told = []
-    for step in range(3):
-        pair.module.in_backward = (lambda: drop(pair.engine)) if step == 1 else None
-        try:
-            pair.engine.backward(pair.engine(batch(step, 0, dist.get_rank(), 4)))
-            pair.engine.step()
-        except RuntimeError as error:
-            told.append(str(error))
-            # As the error says: the backward has ended.
-            drop(pair.engine)
-            continue
-        pair.plain(batch(step, 0, dist.get_rank(), 4)).backward()
-        pair.step_plain()
-    return pair.end(), told
-
-
 def zero_grad_of_engine(engine):
     engine.zero_grad()
 
@@ -118,15 +100,31 @@ def zero_grad_of_optimizer(engine):
 @vary("drop", [zero_grad_of_engine, zero_grad_of_optimizer])
 @vary("bucket", [1, 40])
 @vary("stage", [1, 2])
-def test_a_hook_drops_gradients(ranks, stage, bucket, drop):
+@on_ranks(2)
+def test_a_hook_drops_gradients(stage, bucket, drop):
     """A step would be taken with the half of the gradients that came after the hook had dropped the others."""
-    results = ranks(2).run(drop_within, Case(stage=stage, bucket=bucket), drop)
-    check([outcome for outcome, _ in results])
-    for _, (told,) in results:
-        assert "call it when the backward has ended" in told
+    pair = Beside(Watched(), Case(stage=stage, bucket=bucket))
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        if step == 1:
+            pair.module.in_backward = lambda: drop(pair.engine)
+            with pytest.raises(RuntimeError, match="call it when the backward has ended"):
+                pair.engine.backward(pair.engine(ids))
+            # As the error says: the backward has ended.
+            drop(pair.engine)
+            pair.module.in_backward = None
+        else:
+            pair.step(ids)
+    check([pair.end()])
 
 
-def train_with_default_device(case, device):
+@vary("device", ["meta", "cpu"])
+@vary("stage, backend", [(1, "eager")], slow=[(2, "inductor")])
+@on_ranks(2)
+def test_a_default_device_in_the_first_forward(stage, backend, device):
+    """Tensors that the passes make while they compile would be made on the caller's default device."""
+    # One graph serves several blocks.
+    case = Case("RepeatedLayers", stage=stage, backend=backend)
     pair = Beside(build(case), case)
     for step in range(3):
         ids = batch(step, 0, dist.get_rank(), 4)
@@ -136,12 +134,4 @@ def train_with_default_device(case, device):
         pair.engine.step()
         pair.plain(ids).backward()
         pair.step_plain()
-    return pair.end()
-
-
-@vary("device", ["meta", "cpu"])
-@vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
-def test_a_default_device_in_the_first_forward(ranks, stage, backend, device):
-    """Tensors that the passes make while they compile would be made on the caller's default device."""
-    # One graph serves several blocks.
-    check(ranks(2).run(train_with_default_device, Case("RepeatedLayers", stage=stage, backend=backend), device))
+    check([pair.end()])

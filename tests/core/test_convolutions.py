@@ -114,19 +114,14 @@ def train(make, case, counts=(2, 2, 2)):
 
 @vary(
     "stage, make, regional, from_graphs",
-    [
-        (1, Convolutions, None, 7),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                (2, ChannelsLast, None, 7),
-                (2, make_resnet_of_batch_norm, False, 14),
-                (1, make_resnet_of_group_norm, True, 14),
-                (2, VisionTransformer, None, 20),
-            ]
-        ),
-    ],
+    [(1, Convolutions, None, 7)],
     expects="from_graphs",
+    slow=[
+        (2, ChannelsLast, None, 7),
+        (2, make_resnet_of_batch_norm, False, 14),
+        (1, make_resnet_of_group_norm, True, 14),
+        (2, VisionTransformer, None, 20),
+    ],
 )
 def test_convolutions(ranks, stage, make, regional, from_graphs):
     """The gradient of a weight that Inductor has laid out anew would be reduced in that layout."""
@@ -169,12 +164,8 @@ class WithQueries(nn.Module):
 
 @vary(
     "make, regional",
-    [
-        (VisionTransformer, True),
-        (WithQueries, True),
-        (WithQueries, False),
-        pytest.param(VisionTransformer, False, marks=pytest.mark.slow),
-    ],
+    [(VisionTransformer, True), (WithQueries, True), (WithQueries, False)],
+    slow=[(VisionTransformer, False)],
 )
 @vary("stage", [1, 2])
 def test_a_batch_of_one_on_one_rank(ranks, make, stage, regional):

@@ -14,11 +14,11 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import (
     BOUND,
     NOTHING,
     Case,
-    Trained,
     batch,
     build,
     default_dtype,
@@ -44,11 +44,6 @@ class LowPrecision:
     scale: float  # of the loss, at the end
     held: Optional[Dict[str, int]]  # at the end; None without DeepCompile
     held_after_a_skipped_step: Optional[Dict[str, int]]  # the last one; None without DeepCompile or a skipped step
-
-
-class WithAndWithout(NamedTuple):
-    compiled: LowPrecision
-    eager: LowPrecision
 
 
 def train(case):
@@ -83,10 +78,10 @@ def train(case):
 
 def train_beside_fp32(case):
     """Trains in ``case.dtype`` with DeepCompile and without."""
-    return WithAndWithout(*(train(dataclasses.replace(case, deepcompile=flag)) for flag in (True, False)))
+    return [train(dataclasses.replace(case, deepcompile=flag)) for flag in (True, False)]
 
 
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("backend", ["eager"], slow=["inductor"])
 @vary("dtype", ["bf16", "fp16"])
 @vary("accumulation", [1, 3])
 @vary("stage", [1, 2])
@@ -204,35 +199,20 @@ def test_gradients_on_the_host_in_fp32_under_bf16(ranks, stage):
         assert compiled.held == NOTHING
 
 
-class UnderDefault(NamedTuple):
-    as_ever: Trained
-    under: Trained  # under the default dtype
-
-
-def train_under_default_dtype(cases, name):
-    """Trains each case beside a plain loop as ever, and under the default dtype of that name.
-
-    Whatever is the default, models have parameters in fp32.
-    """
-    results = []
-    for case in cases:
-        as_ever = train_beside_plain_loop(case)
-        with default_dtype(getattr(torch, name)):
-            results.append(UnderDefault(as_ever, train_beside_plain_loop(case)))
-    return results
-
-
 @vary("default", ["bfloat16", "float16", "float64"])
 @vary("dtype", ["fp32", "bf16", "fp16"])
 @vary("stage", [1, 2])
-def test_a_default_dtype_that_was_left_on(ranks, dtype, stage, default):
+@on_ranks(2)
+def test_a_default_dtype_that_was_left_on(dtype, stage, default):
     """A tensor that names no dtype, of a scale or a norm, would be made in the default one and be rounded."""
     # Neither bf16 nor fp16 holds the inverse of this scale. Of FewParameters one rank owns padding only.
     scaled = Case(model="FillsPartition", steps=2, config={"fp16": {"loss_scale": 1000}} if dtype == "fp16" else None)
     clipped = Case(model="FewParameters", steps=2, clipping=0.05)
-    cases = [dataclasses.replace(case, dtype=dtype, stage=stage) for case in (scaled, clipped)]
-    for results in ranks(2).run(train_under_default_dtype, cases, default):
-        for as_ever, under in results:
-            assert under == as_ever
-            assert dtype != "fp32" or as_ever.error < BOUND
-            assert as_ever.moved > 0
+    for case in (scaled, clipped):
+        case = dataclasses.replace(case, dtype=dtype, stage=stage)
+        as_ever = train_beside_plain_loop(case)
+        # Whatever is the default, models have parameters in fp32.
+        with default_dtype(getattr(torch, default)):
+            assert train_beside_plain_loop(case) == as_ever
+        assert dtype != "fp32" or as_ever.error < BOUND
+        assert as_ever.moved > 0

@@ -10,18 +10,22 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
-from support.engines import CaseBeside, check_one
+from support.engines import CaseBeside
 from support.ids import vary
-from support.training import NOTHING, Case, batch, device, held
+from support.on_ranks import on_ranks
+from support.training import BOUND, NOTHING, Case, batch, device, held
 
 
-def forwards_before_a_backward(case, direct):
-    """Four forwards, then the backwards of two of them in the other order, then one backward of the others.
-
-    Returns the errors. All forwards come first: a later one would begin a step anew.
-    """
-    pair = CaseBeside(case)
+@pytest.mark.sanitized
+@pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
+@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_forwards_before_their_backwards(direct, model, stage):
+    """The second of two backwards would find the bookkeeping of the last forward, and replace the first one's sum."""
+    pair = CaseBeside(Case(model=model, stage=stage))
     for step in range(2):
+        # All forwards come first: a later one would begin a step anew.
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
         backward = torch.Tensor.backward if direct else pair.engine.backward
         first, second, *others = [pair.engine(batch) for batch in batches]
@@ -33,24 +37,17 @@ def forwards_before_a_backward(case, direct):
         (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
         (pair.plain(batches[2]) * pair.plain(batches[3])).backward()
         pair.step_plain()
-    return pair.end()
+    assert pair.end().worst < BOUND
 
 
-@pytest.mark.sanitized
-@pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+@pytest.mark.parametrize("how", ["engine", "loss", "both"])
 @vary("stage", [1, 2])
-def test_forwards_before_their_backwards(ranks, direct, model, stage):
-    """The second of two backwards would find the bookkeeping of the last forward, and replace the first one's sum."""
-    case = Case(model=model, stage=stage)
-    check_one(ranks(2).run(forwards_before_a_backward, case, direct), case)
-
-
-def backwards_of_one_forward(case, how):
-    """Two losses of one forward with a backward each, and one that goes backward twice; returns the errors."""
-    pair = CaseBeside(case)
-    # A backward whose graph gives its buffers away cannot run twice.
-    torch._functorch.config.donated_buffer = False
+@on_ranks(2)
+# A backward whose graph gives its buffers away cannot run twice.
+@torch._functorch.config.patch(donated_buffer=False)
+def test_several_backwards_of_one_forward(how, stage):
+    """A later backward of the same forward would replace what the earlier ones gave, or be lost."""
+    pair = CaseBeside(Case(model="SeveralGraphs", stage=stage, config={"wall_clock_breakdown": how == "both"}))
 
     def backward(loss, number, retain_graph=False):
         if how == "loss" or (how == "both" and number % 2):
@@ -68,39 +65,7 @@ def backwards_of_one_forward(case, how):
         loss = pair.plain(ids)
         (3 * loss + loss.square()).backward()
         pair.step_plain()
-    torch._functorch.config.donated_buffer = True
-    return pair.end()
-
-
-@pytest.mark.parametrize("how", ["engine", "loss", "both"])
-@vary("stage", [1, 2])
-def test_several_backwards_of_one_forward(ranks, how, stage):
-    """A later backward of the same forward would replace what the earlier ones gave, or be lost."""
-    case = Case(model="SeveralGraphs", stage=stage, config={"wall_clock_breakdown": how == "both"})
-    check_one(ranks(2).run(backwards_of_one_forward, case, how), case)
-
-
-def computed_again(case, direct, both):
-    """Outputs of two forwards, the first or both computed again in the backward of one loss; returns the errors."""
-    torch._dynamo.reset()
-    pair = CaseBeside(case)
-
-    def loss_of(model, step):
-        def run(factor, ids):
-            return factor * model(ids)
-
-        batches = [batch(step, number, dist.get_rank(), 4) for number in range(2)]
-        # Something has to need a gradient in the forward that is thrown away.
-        factor = torch.ones((), device=device(), requires_grad=True)
-        first = checkpoint(run, factor, batches[0], use_reentrant=True)
-        return first * (checkpoint(run, factor, batches[1], use_reentrant=True) if both else model(batches[1]))
-
-    for step in range(3):
-        (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step))
-        pair.engine.step()
-        loss_of(pair.plain, step).backward()
-        pair.step_plain()
-    return pair.end()
+    assert pair.end().worst < BOUND
 
 
 @pytest.mark.parametrize(
@@ -109,25 +74,38 @@ def computed_again(case, direct, both):
     ids=["engine.backward-both", "engine.backward-first", "loss.backward-first"],
 )
 @vary("stage", [1, 2])
-def test_computed_again(ranks, direct, both, stage):
+@on_ranks(2)
+def test_computed_again(direct, both, stage):
     """A backward within another one, for a forward that is computed again, would end the step's backward early."""
     if direct and torch.cuda.is_available():
         pytest.skip("gradients are dropped on a GPU: docs/reference/limits.md has it among the limits")
-    case = Case(model="EagerBlocks", stage=stage)
-    check_one(ranks(2).run(computed_again, case, direct, both), case)
+    pair = CaseBeside(Case(model="EagerBlocks", stage=stage))
+
+    def loss_of(model, step):
+        def run(factor, ids):
+            return factor * model(ids)
+
+        batches = [batch(step, number, dist.get_rank(), 4) for number in range(2)]
+        # Something has to need a gradient in the forward that is thrown away.
+        factor = torch.ones((), device=device(), requires_grad=True)
+        # The first or both are computed again in the backward of one loss.
+        first = checkpoint(run, factor, batches[0], use_reentrant=True)
+        return first * (checkpoint(run, factor, batches[1], use_reentrant=True) if both else model(batches[1]))
+
+    for step in range(3):
+        (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step))
+        pair.engine.step()
+        loss_of(pair.plain, step).backward()
+        pair.step_plain()
+    assert pair.end().worst < BOUND
 
 
-def compiled_again(case):
-    """``engine.compile()`` is called again between steps; returns the errors."""
-    torch._dynamo.reset()
+@on_ranks(2)
+def test_a_second_compile():
+    """A second setup would register each parameter twice, so that its gradient counts twice."""
+    case = Case(model="FillsPartition", stage=2)
     pair = CaseBeside(case)
     for step in range(3):
         pair.step(step)
         pair.engine.compile(backend=case.backend)
-    return pair.end()
-
-
-def test_a_second_compile(ranks):
-    """A second setup would register each parameter twice, so that its gradient counts twice."""
-    case = Case(model="FillsPartition", stage=2)
-    check_one(ranks(2).run(compiled_again, case), case)
+    assert pair.end().worst < BOUND

@@ -5,8 +5,6 @@
 import functools
 import gc
 import random
-import threading
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +12,11 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
-from support.engines import OVERLAPPED, CaseBeside, Errors, check
+from support.engines import OVERLAPPED, CaseBeside, check
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes
+from support.on_ranks import on_ranks
+from support.threads import in_threads
 from support.training import (
     BOUND,
     Case,
@@ -28,19 +28,6 @@ from support.training import (
 
 # Two parameters, quickly compiled: for an engine that is there for another one's sake.
 SMALL = "FillsPartition"
-
-
-def take_turns(cases, steps=3):
-    """Engines of one process train in turns, micro-batch by micro-batch; returns each one's errors."""
-    pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
-    for step in range(steps):
-        for micro_step in range(max(case.accumulation for case in cases)):
-            for pair in pairs:
-                if micro_step < pair.case.accumulation:
-                    pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
-                if micro_step == pair.case.accumulation - 1:
-                    pair.step_plain()
-    return [pair.end() for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -60,20 +47,24 @@ def take_turns(cases, steps=3):
     ],
     ids=["stages", "dtypes", "one-without-DeepCompile", "inductor", "blocks"],
 )
-def test_two_engines_taking_turns(ranks, cases):
+@on_ranks(2)
+def test_two_engines_taking_turns(cases):
     """What an engine keeps for the whole process would be the other engine's when the first goes on with its step."""
-    check(ranks(2).run(take_turns, cases), cases)
-
-
-class Turns(NamedTuple):
-    """What came of engines that ranks stepped in different orders."""
-
-    raised: List[str]
-    moved: List[bool]  # for each engine, whether its parameters changed
+    pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
+    for step in range(3):
+        for micro_step in range(max(case.accumulation for case in cases)):
+            for pair in pairs:
+                if micro_step < pair.case.accumulation:
+                    pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
+                if micro_step == pair.case.accumulation - 1:
+                    pair.step_plain()
+    check([[pair.end() for pair in pairs]], cases)
 
 
 def in_another_order(case, in_one_backward):
     """Each rank steps two engines of one kind, every other rank in the other order.
+
+    Returns what was raised, and for each engine whether its parameters changed.
 
     ``in_one_backward``: whether one backward goes through both, which the rank has run in its order.
     """
@@ -96,30 +87,35 @@ def in_another_order(case, in_one_backward):
     moved = [relative_error(pair.module.parameters(), pair.before.parameters()) > 0 for pair in pairs]
     for pair in pairs:
         pair.engine.destroy()
-    return Turns(raised, moved)
+    return raised, moved
 
 
 def test_turns_in_another_order(ranks):
     """Ranks would average the gradients of one engine with those of another, and train on."""
-    for turns in ranks(2).run(in_another_order, Case(model=SMALL, bucket=50), in_one_backward=False):
-        assert len(turns.raised) == 2
-        assert all("ranks sent different gradients" in message for message in turns.raised)
-        assert not any(turns.moved)
+    for raised, moved in ranks(2).run(in_another_order, Case(model=SMALL, bucket=50), in_one_backward=False):
+        assert len(raised) == 2
+        assert all("ranks sent different gradients" in message for message in raised)
+        assert not any(moved)
 
 
 @vary("stage", [1, 2])
 def test_one_backward_in_another_order(ranks, stage):
     """The fingerprints of two engines would be alike: each message meets one of the same size of the other engine."""
-    for turns in ranks(2).run(in_another_order, Case(model=SMALL, stage=stage, bucket=50), in_one_backward=True):
-        assert any("ranks sent different gradients" in message for message in turns.raised), turns
-        assert not any(turns.moved)
+    for raised, moved in ranks(2).run(
+        in_another_order, Case(model=SMALL, stage=stage, bucket=50), in_one_backward=True
+    ):
+        assert any("ranks sent different gradients" in message for message in raised), raised
+        assert not any(moved)
 
 
-def one_loss_of_two_engines(cases):
-    """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
+@on_ranks(2)
+def test_one_loss_of_two_engines():
+    """The first engine whose gradients are complete would end the backward of the other one."""
+    cases = [Case(stage=1, model=SMALL), Case(stage=2, model="SeveralGraphs")]
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(3):
         ids = batch(step, 0, dist.get_rank(), 4)
+        # As where a critic's loss goes into an actor's.
         first, second = (pair.engine(ids) for pair in pairs)
         (first * 2 + first.detach() * second).backward()
         first, second = (pair.plain(ids) for pair in pairs)
@@ -127,62 +123,29 @@ def one_loss_of_two_engines(cases):
         for pair in pairs:
             pair.engine.step()
             pair.step_plain()
-    return [pair.end() for pair in pairs]
+    check([[pair.end() for pair in pairs]], cases)
 
 
-def test_one_loss_of_two_engines(ranks):
-    """The first engine whose gradients are complete would end the backward of the other one."""
-    cases = [Case(stage=1, model=SMALL), Case(stage=2, model="SeveralGraphs")]
-    check(ranks(2).run(one_loss_of_two_engines, cases), cases)
-
-
-def in_other_threads(cases):
-    """Each step of each engine runs in a new thread, one at a time; returns the errors."""
+@on_ranks(2)
+def test_steps_in_other_threads():
+    """What an engine keeps of a backward would be local to the thread that began the step."""
+    cases = [Case(stage=1, model=SMALL, accumulation=2), Case(stage=2, model="EagerBlocks")]
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
-    own_device, raised = device(), []
+    own_device = device()
 
     def run(pair, step):
-        try:
-            if own_device.type == "cuda":
-                # Each thread has a current device of its own.
-                torch.cuda.set_device(own_device)
-            pair.step(step)
-        except BaseException as error:
-            raised.append(error)
+        if own_device.type == "cuda":
+            # Each thread has a current device of its own.
+            torch.cuda.set_device(own_device)
+        pair.step(step)
 
     for step in range(3):
         for pair in pairs:
-            thread = threading.Thread(target=run, args=(pair, step))
-            thread.start()
-            thread.join()
-            if raised:
-                raise raised[0]
-    return [pair.end() for pair in pairs]
-
-
-def test_steps_in_other_threads(ranks):
-    """What an engine keeps of a backward would be local to the thread that began the step."""
-    cases = [Case(stage=1, model=SMALL, accumulation=2), Case(stage=2, model="EagerBlocks")]
-    check(ranks(2).run(in_other_threads, cases), cases)
+            in_threads([functools.partial(run, pair, step)])
+    check([[pair.end() for pair in pairs]], cases)
 
 
 # Debugging aids of torch ---------------------------------------------------------------------------------------------
-
-
-class Wrapped(NamedTuple):
-    """What came of training where torch wraps what communicates in a process group."""
-
-    errors: Errors
-    seconds: float  # after which what the engine's group wraps gives up on another rank
-
-
-def beside_plain_loop_in_wrapped_groups(case):
-    """Trains for three steps."""
-    pair = CaseBeside(case)
-    wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
-    for step in range(3):
-        pair.step(step)
-    return Wrapped(pair.end(), wrapped.options._timeout.total_seconds())
 
 
 # Processes with a variable of their own take long to start.
@@ -192,31 +155,20 @@ def beside_plain_loop_in_wrapped_groups(case):
     [Case(model=SMALL, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)],
     ids=["whole", "blocks"],
 )
-def test_process_groups_that_torch_wraps(ranks, case):
+# Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
+@on_ranks(2, patience=60, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+def test_process_groups_that_torch_wraps(case):
     """The reducer would ask torch's wrapper for what only gloo's or NCCL's own group has, and raise."""
-    # Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
-    pool = ranks(2, patience=60, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    for wrapped in pool.run(beside_plain_loop_in_wrapped_groups, case):
-        assert wrapped.errors.worst < BOUND
-        assert wrapped.seconds == 60
+    pair = CaseBeside(case)
+    wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
+    for step in range(3):
+        pair.step(step)
+    assert pair.end().worst < BOUND
+    # Else what the engine's group wraps waits longer for another rank.
+    assert wrapped.options._timeout.total_seconds() == 60
 
 
 # A long run --------------------------------------------------------------------------------------------------------
-
-
-class Sample(NamedTuple):
-    """What a process has at one moment."""
-
-    allocated: int  # bytes
-    objects: int  # of Python
-
-
-class LongRun(NamedTuple):
-    """What came of a long run."""
-
-    most_held: int  # bytes, after any step
-    samples: List[Sample]  # taken when the run has settled, and then at regular intervals
-    errors: Errors
 
 
 def long_run(case, steps, settled):
@@ -227,7 +179,7 @@ def long_run(case, steps, settled):
     pair, rank = CaseBeside(case), dist.get_rank()
     # The same on every rank, and lengths of each rank's own.
     of_all, own = random.Random(1), random.Random(2 + rank)
-    most_held, samples = 0, []
+    most_held, allocated, objects = 0, [], []
     for step in range(1, steps + 1):
         micro_batches = of_all.randint(1, 4)
         for micro_step in range(micro_batches):
@@ -242,8 +194,14 @@ def long_run(case, steps, settled):
         most_held = max(most_held, *held(gradient_counters(pair.engine)).values())
         if step % settled == 0:
             gc.collect()
-            samples.append(Sample(allocated_bytes(ids.is_cuda), len(gc.get_objects())))
-    return LongRun(most_held, samples, pair.end())
+            allocated.append(allocated_bytes(ids.is_cuda))
+            objects.append(len(gc.get_objects()))
+    assert pair.end().worst < BOUND
+    assert most_held == 0
+    # A tensor of the smallest parameter, kept in each step, would be many times that.
+    assert max(allocated[1:]) - allocated[0] < 2**12
+    # Nor an object for every evaluation.
+    assert max(objects[1:]) - objects[0] < 40
 
 
 @pytest.mark.slow
@@ -255,11 +213,4 @@ def test_a_long_run(ranks, request, case):
     # What a thread caches of the C heap counts as in use there, and the caches fill for hundreds of steps.
     pool = ranks(2, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
     # Beside many other processes a step takes a second and more.
-    for run in pool.run(long_run, case, steps, 50, timeout=4 * steps):
-        assert run.most_held == 0
-        assert run.errors.worst < BOUND
-        settled, *later = run.samples
-        # A tensor of the smallest parameter, kept in each step, would be many times that.
-        assert max(sample.allocated for sample in later) - settled.allocated < 2**12
-        # Nor an object for every evaluation.
-        assert max(sample.objects for sample in later) - settled.objects < 40
+    pool.run(long_run, case, steps, 50, timeout=4 * steps)

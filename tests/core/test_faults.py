@@ -4,7 +4,7 @@
 
 import contextlib
 import itertools
-from typing import Dict, NamedTuple, Optional
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from support.faults import (
     train_step,
 )
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import BOUND, NOTHING, Case, batch, device, held
 
 
@@ -58,23 +59,19 @@ def test_the_next_step_is_right(ranks, where, how, direct, stage, accumulation):
         assert after.error < BOUND
 
 
-class AfterLoss(NamedTuple):
-    """What came of a step of which a part was lost."""
-
-    raised: Optional[str]
-    error: float  # of the steps behind it
-
-
-def part_of_a_step_lost(case, how):
-    """The second of three micro-batches raises where the caller says what belongs to a step.
-
-    Where DeepSpeed counts micro-batches ("counted"), engine.step() is called behind the one that raised as behind the
-    others.
-    """
-    pair = fragile(case)
+@pytest.mark.follows("call engine.optimizer.zero_grad() and run all of its micro-batches again")
+@vary("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_of_which_a_part_was_lost(how, stage):
+    """A step would be taken with the gradients of fewer micro-batches than the caller has said belong to it."""
+    if "no_sync" in how and stage == 2:
+        pytest.skip("DeepSpeed refuses it")
+    pair = fragile(Case(stage=stage, accumulation=3, bucket=50))
     engine, plain = pair.engine, pair.plain
     pair.step(0)
 
+    # Where DeepSpeed counts micro-batches, engine.step() is called behind the one that raises as behind the others.
     steps_each = how in ("boundary", "counted", "no_sync, counted")
 
     def micro_batch(step, micro_step, fails):
@@ -100,14 +97,10 @@ def part_of_a_step_lost(case, how):
             engine.step()
             engine.set_gradient_accumulation_boundary(False)
 
-    raised = None
     if how == "no_sync":
         engine.set_gradient_accumulation_boundary(True)
-    try:
-        run(1, fails=True)
-    except RuntimeError as error:
-        raised = str(error)
     if how == "counted":
+        run(1, fails=True)
         # The one that raised and those before it do not count, so the step still lacks two.
         for micro_step in range(2):
             engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
@@ -116,32 +109,21 @@ def part_of_a_step_lost(case, how):
             (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
         pair.step_plain()
     else:
+        with pytest.raises(RuntimeError, match="were dropped when a later one raised"):
+            run(1, fails=True)
         if how == "no_sync":
             engine.set_gradient_accumulation_boundary(True)
         run(2, fails=False)
         pair.train_plain(2)
-    return AfterLoss(raised, pair.last_error())
+    assert pair.last_error() < BOUND
 
 
-@pytest.mark.follows("call engine.optimizer.zero_grad() and run all of its micro-batches again")
-@vary("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
+@vary("where", ["forward", "backward", "behind the backward"])
 @vary("stage", [1, 2])
-def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
-    """A step would be taken with the gradients of fewer micro-batches than the caller has said belong to it."""
-    if "no_sync" in how and stage == 2:
-        pytest.skip("DeepSpeed refuses it")
-    for after in ranks(2).run(part_of_a_step_lost, Case(stage=stage, accumulation=3, bucket=50), how):
-        assert (after.raised is None) == (how == "counted")
-        assert after.raised is None or "were dropped when a later one raised" in after.raised
-        assert after.error < BOUND
-
-
-def a_region_that_was_left(case, where):
-    """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
-
-    Another step follows.
-    """
-    pair = fragile(case)
+@on_ranks(2)
+def test_a_region_that_was_left(stage, where):
+    """Gradients of a region that an exception has left would be added to those of the region that is run again."""
+    pair = fragile(Case(stage=stage, accumulation=3, bucket=50))
     engine = pair.engine
 
     def region(step, fails):
@@ -151,72 +133,37 @@ def a_region_that_was_left(case, where):
                     arm(where, "interrupted" if where == "behind the backward" else "raises")
                 engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
 
-    raised = None
     for step in range(2):
         if step == 0:
-            try:
+            with pytest.raises(KeyboardInterrupt if where == "behind the backward" else Injected):
                 region(step, fails=True)
-            except (Injected, KeyboardInterrupt) as error:
-                raised = type(error).__name__
         region(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         pair.train_plain(step)
-    return AfterLoss(raised, pair.last_error())
+    assert pair.last_error() < BOUND
 
 
-@vary("where", ["forward", "backward", "behind the backward"])
-@vary("stage", [1, 2])
-def test_a_region_that_was_left(ranks, stage, where):
-    """Gradients of a region that an exception has left would be added to those of the region that is run again."""
-    case = Case(stage=stage, accumulation=3, bucket=50)
-    for after in ranks(2).run(a_region_that_was_left, case, where):
-        assert after.raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
-        assert after.error < BOUND
-
-
-class AfterStep(NamedTuple):
-    """What came of a step that changed nothing."""
-
-    raised: Optional[str]
-    held: Dict[str, int]  # behind it
-    error: float  # when it was redone
-
-
-def a_step_that_changed_nothing(case, where=(optimizer_step, "global_norm")):
-    """A step raises before it changes parameters, and is redone. ``where``: (holder, name) of what raises."""
+def redo_a_step(case, holder, name):
+    """A step raises before it changes parameters, in a function of ``holder``, and is redone."""
     pair = fragile(case)
-    holder, name = where
-    own = getattr(holder, name)
-
-    def raises(*_):
-        setattr(holder, name, own)
-        raise Injected(f"no {name}")
-
-    setattr(holder, name, raises)
-    raised = None
-    try:
+    with mock.patch.object(holder, name, side_effect=Injected), pytest.raises(Injected):
         train_step(pair.engine, 0, case.accumulation)
-    except Injected as error:
-        raised = str(error)
-    after = held(gradient_counters(pair.engine))
+    assert held(gradient_counters(pair.engine)) == NOTHING
     for step in range(2):
         pair.step(step)
-    return AfterStep(raised, after, pair.last_error())
+    assert pair.last_error() < BOUND
 
 
-def interrupted_as_it_is_handed_over(case):
-    return a_step_that_changed_nothing(case, (BackwardLife, "_hand_over"))
+HOLDERS = {"global_norm": optimizer_step, "_hand_over": BackwardLife}
 
 
 @vary("stage", [1, 2])
-@pytest.mark.parametrize("function", [a_step_that_changed_nothing, interrupted_as_it_is_handed_over])
-def test_a_step_that_changed_nothing(ranks, stage, function):
+@vary("name", HOLDERS)
+@on_ranks(2)
+def test_a_step_that_changed_nothing(stage, name):
     """A step that raised before it changed parameters would keep its gradients, or refuse to be redone."""
-    for after in ranks(2).run(function, Case(stage=stage, accumulation=3)):
-        assert after.raised in ("no global_norm", "no _hand_over")
-        assert after.held == NOTHING
-        assert after.error < BOUND
+    redo_a_step(Case(stage=stage, accumulation=3), HOLDERS[name], name)
 
 
 @vary("where, how", [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")])
@@ -227,8 +174,8 @@ def test_timers_go_on(ranks, where, how):
         assert after.raised and after.error < BOUND
 
 
-def test_timers_of_a_step_go_on(ranks):
+@on_ranks(2)
+def test_timers_of_a_step_go_on():
     """The timers of a step that raised before the optimizer's would be left running."""
     case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
-    for after in ranks(2).run(a_step_that_changed_nothing, case):
-        assert after.error < BOUND
+    redo_a_step(case, optimizer_step, "global_norm")

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the passes do to graphs: small ones written here, and those of real models."""
 
-import copy
-from typing import Dict, List, NamedTuple
+from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.fx import Graph, GraphModule
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
@@ -16,6 +17,7 @@ from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartition
 from deepspeed.compile.zero_1_and_2.graph.reductions import finish_backward_graph
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import Case, batch, build, make_engine
 
 
@@ -128,58 +130,13 @@ class BackwardGraph(NamedTuple):
     """What the nodes of a backward graph do."""
 
     graph_id: int
-    release: bool  # whether it was asked to release the buckets
     reductions: int
     ends: List[End]
     hidden: bool  # whether all reduced gradients are hidden from autograd
 
 
-class BackwardGraphs(NamedTuple):
-    graphs: List[BackwardGraph]  # in the order of compilation
-    buckets: List[int]  # bytes that each backward left in buckets
-
-
-def backward_graphs(case):
-    """Takes two steps and records what the backward graphs do."""
-    # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
-    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
-    entries = []
-    split = ReduceGradPartitioner.__call__
-
-    def recording(self, *args, **kwargs):
-        forward, backward = split(self, *args, **kwargs)
-        nodes = list(backward.graph.nodes)
-        reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
-        ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
-        outputs = next(n for n in nodes if n.op == "output").args[0]
-        entries.append(
-            BackwardGraph(
-                self.graph_id,
-                self.release_reduce_buckets,
-                len(reductions),
-                [End(len(n.args[0]) - 1, n.args[1]) for n in ends],
-                hidden=not any(n in reductions for n in outputs),
-            )
-        )
-        return forward, backward
-
-    ReduceGradPartitioner.__call__ = recording
-    try:
-        engine = make_engine(build(case), case)
-        buckets = []
-        for step in range(2):
-            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
-            buckets.append(gradient_counters(engine)["bucket"])
-            engine.step()
-        engine.destroy()
-    finally:
-        ReduceGradPartitioner.__call__ = split
-        torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
-    return BackwardGraphs(copy.deepcopy(entries), buckets)
-
-
 @pytest.mark.core
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("backend", ["eager"], slow=["inductor"])
 @vary(
     "model, first_graph_reduces",
     [
@@ -191,49 +148,67 @@ def backward_graphs(case):
     ],
     expects="first_graph_reduces",
 )
-def test_end_backward_releases_once(ranks, backend, model, first_graph_reduces):
+@on_ranks(1)
+def test_end_backward_releases_once(backend, model, first_graph_reduces):
     """A model of several graphs would release its buckets in none of them, in two, or in one that is not the last."""
-    for graphs, buckets in ranks(1).run(backward_graphs, Case(model=model, backend=backend)):
-        assert (graphs[0].reductions > 0) == first_graph_reduces, graphs
-        reducing = [graph for graph in graphs if graph.reductions]
-        ends = [end for graph in graphs for end in graph.ends]
-        releasing = [graph for graph in graphs if graph.ends]
-        assert len(releasing) == 1, graphs
-        assert ends == [End(releasing[0].reductions, releases=True)]
-        # Frames are compiled in forward order, so the first that reduces is the last to run backward.
-        assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
-        assert all(graph.hidden for graph in graphs)
-        assert buckets == [0, 0]
+    case = Case(model=model, backend=backend)
+    graphs, buckets = [], []
+    split = ReduceGradPartitioner.__call__
+
+    def recording(self, *args, **kwargs):
+        forward, backward = split(self, *args, **kwargs)
+        nodes = list(backward.graph.nodes)
+        reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
+        ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
+        outputs = next(n for n in nodes if n.op == "output").args[0]
+        graphs.append(
+            BackwardGraph(
+                self.graph_id,
+                len(reductions),
+                [End(len(n.args[0]) - 1, n.args[1]) for n in ends],
+                hidden=not any(n in reductions for n in outputs),
+            )
+        )
+        return forward, backward
+
+    with (
+        mock.patch.object(ReduceGradPartitioner, "__call__", recording),
+        # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it
+        # likes.
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        engine = make_engine(build(case), case)
+        for step in range(2):
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+            buckets.append(gradient_counters(engine)["bucket"])
+            engine.step()
+        engine.destroy()
+    assert (graphs[0].reductions > 0) == first_graph_reduces, graphs
+    reducing = [graph for graph in graphs if graph.reductions]
+    ends = [end for graph in graphs for end in graph.ends]
+    releasing = [graph for graph in graphs if graph.ends]
+    assert len(releasing) == 1, graphs
+    assert ends == [End(releasing[0].reductions, releases=True)]
+    # Frames are compiled in forward order, so the first that reduces is the last to run backward.
+    assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
+    assert all(graph.hidden for graph in graphs)
+    assert buckets == [0, 0]
 
 
-class Compiled(NamedTuple):
-    inductor: Dict[str, int]  # torch's counters of its caches
-    aot: Dict[str, int]
-    reduced: int  # gradients that graphs reduced
-
-
-def cached_again(case):
-    """Compiles the same model twice from a clean state; returns what came of each time."""
-    from torch._dynamo.utils import counters
-
-    seen = []
+@on_ranks(1)
+def test_a_second_compilation_comes_from_torchs_caches():
+    """A part of the cache's key would differ in each compilation, or a graph of the cache would reduce nothing."""
+    case, reduced = Case(backend="inductor", model="RepeatedLayers"), []
     for _ in range(2):
         torch._dynamo.reset()
         counters.clear()
         engine = make_engine(build(case), case)
         engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-        reduced = gradient_counters(engine)["from_graphs"]
+        reduced.append(gradient_counters(engine)["from_graphs"])
         engine.step()
         engine.destroy()
-        seen.append(Compiled(dict(counters["inductor"]), dict(counters["aot_autograd"]), reduced))
-    return seen
-
-
-def test_a_second_compilation_comes_from_torchs_caches(ranks):
-    """A part of the cache's key would differ in each compilation, or a graph of the cache would reduce nothing."""
-    case = Case(backend="inductor", model="RepeatedLayers")
-    for first, second in ranks(1).run(cached_again, case):
-        inductor, aot, reduced = second
-        assert reduced == first.reduced > 0
-        assert aot.get("autograd_cache_hit", 0) > 0 or inductor.get("fxgraph_cache_hit", 0) > 0, second
-        assert aot.get("autograd_cache_miss", 0) == 0 and inductor.get("fxgraph_cache_miss", 0) == 0, second
+    assert reduced[1] == reduced[0] > 0
+    aot, inductor = counters["aot_autograd"], counters["inductor"]
+    assert aot["autograd_cache_hit"] > 0 or inductor["fxgraph_cache_hit"] > 0, counters
+    assert aot["autograd_cache_miss"] == 0 and inductor["fxgraph_cache_miss"] == 0, counters

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks of parameters may come and go at any time, and see and change gradients as without DeepCompile."""
 
-from typing import List, NamedTuple
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,10 +9,11 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
-from support.beside import Beside, Outcome, check
+from support.beside import Beside, check
 from support.chunked_loss import small_chunks
 from support.ids import sanitized, vary
 from support.models import CASES, BlocksWithin, Body
+from support.on_ranks import on_ranks
 from support.training import BOUND, REGIONAL, Case, batch, device
 
 
@@ -98,26 +97,24 @@ KINDS = {
 }
 
 
-class Seen(NamedTuple):
-    calls: List[int]  # after each micro-batch, of the engine's hooks
-    calls_of_plain: List[int]
-    error: float  # the largest relative one of a gradient that a hook was given
-    from_graphs: List[int]
-    outcome: Outcome
+def check_hooked(pair, both, calls):
+    """Ends a training beside a plain loop, both of whose models had hooks, and asserts that these saw the same.
 
-
-def compare(pair, both, calls):
-    """Ends a training beside a plain loop, both of whose models had hooks."""
-    error = 0.0
+    ``calls``: after each micro-batch, those of both.
+    """
+    check([pair.end()])
+    assert all(of_engine == of_plain for of_engine, of_plain in calls), calls
     of_engine, of_plain = (hooks.seen for hooks in both)
     for index, gradients in of_engine.items():
         for actual, expected in zip(gradients, of_plain[index]):
-            error = max(error, float((actual - expected).norm() / expected.norm().clamp(min=1e-6)))
-    return Seen(*map(list, zip(*calls)), error, pair.from_graphs, pair.end())
+            assert float((actual - expected).norm() / expected.norm().clamp(min=1e-6)) < BOUND
 
 
 def train(case, model, place, kind, added, removed):
-    """Trains with hooks in the micro-batches from ``added`` to before ``removed``. Added at -1: before the set-up."""
+    """Trains with hooks in the micro-batches from ``added`` to before ``removed``. Added at -1: before the set-up.
+
+    Returns, after each micro-batch, the number of calls, and how many gradients graphs reduced in it.
+    """
     torch.manual_seed(0)
     module = model().to(device())
     both = Hooks(), Hooks()
@@ -137,14 +134,8 @@ def train(case, model, place, kind, added, removed):
         if (index + 1) % case.accumulation == 0:
             pair.step_plain()
         calls.append([sum(map(len, hooks.seen.values())) for hooks in both])
-    return compare(pair, both, calls)
-
-
-def check_seen(results):
-    for seen in results:
-        check([seen.outcome])
-        assert seen.calls == seen.calls_of_plain and seen.error < BOUND, seen
-    return results
+    check_hooked(pair, both, calls)
+    return [of_engine for of_engine, _ in calls], pair.from_graphs
 
 
 @pytest.mark.table
@@ -153,58 +144,50 @@ def check_seen(results):
 @vary("added, removed", [(-1, 1), (0, 2), (1, 3)])
 @vary("stage", [1, 2])
 @vary("regional", [True, False])
-def test_hooks_come_and_go(ranks, place, kind, added, removed, stage, regional):
+@on_ranks(2)
+def test_hooks_come_and_go(place, kind, added, removed, stage, regional):
     """The reducer would take a gradient past a hook, or a hook would see a part of it, nothing, or see it twice."""
     case = Case(stage=stage, config={"compile": {"regional_compilation": regional}})
-    for seen in check_seen(ranks(2).run(train, case, BlocksWithin, place, kind, added, removed)):
-        hooked = max(added, 0)
-        assert seen.calls[hooked] > 0
-        # Graphs reduce all else, and what they reduced before when the hooks are gone.
-        assert seen.from_graphs[-1] == max(seen.from_graphs)
-        assert seen.from_graphs[hooked] == (0 if place == "all" else max(seen.from_graphs) - 1)
-
-
-def train_model(name, kind):
-    return train(Case(bucket=40), CASES[name], "all", kind, 1, 2)
+    calls, from_graphs = train(case, BlocksWithin, place, kind, added, removed)
+    hooked = max(added, 0)
+    assert calls[hooked] > 0
+    # Graphs reduce all else, and what they reduced before when the hooks are gone.
+    assert from_graphs[-1] == max(from_graphs)
+    assert from_graphs[hooked] == (0 if place == "all" else max(from_graphs) - 1)
 
 
 # The models in which gradients of one parameter come from several places.
-IN_EVERY_RUN = {
+IN_EVERY_RUN = (
     *("BlocksWithin", "CheckpointedReentrant", "CompiledAndEager", "FrozenAndUnused", "SeveralGraphs"),
     *("SharedGradient", "TiedEmbedding", "WeightInTwoGraphs"),
-}
+)
 
 
 @pytest.mark.table
-@vary(
-    "name",
-    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES if name != "Hooked"],
-)
+@vary("name", IN_EVERY_RUN, slow=[name for name in CASES if name not in (*IN_EVERY_RUN, "Hooked")])
 @vary("kind", ["of the gradient", "of the sum"])
-def test_hooks_of_every_model(ranks, name, kind):
+@on_ranks(2)
+def test_hooks_of_every_model(name, kind):
     """A hook would see contributions of one weight one by one, or those of one graph without those of other code."""
-    check_seen(ranks(2).run(train_model, name, kind))
+    train(Case(bucket=40), CASES[name], "all", kind, 1, 2)
 
 
 @vary("kind", ["of the gradient", "of the sum"])
-@vary("stage, regional", [(1, True), pytest.param(2, True, marks=pytest.mark.slow), sanitized(1, False)])
-def test_a_rank_with_hooks_among_ranks_that_skip(ranks, kind, stage, regional):
+@vary("stage, regional", [(1, True), sanitized(1, False)], slow=[(2, True)])
+@on_ranks(2)
+def test_a_rank_with_hooks_among_ranks_that_skip(kind, stage, regional):
     """A rank whose gradients take another way than those of the other ranks would wait for them, or they for it.
 
     Or ranks would send different buckets where autograd gives one of them a gradient that graphs give the others.
     """
     case = Case(stage=stage, config={"compile": {"regional_compilation": regional}})
-    check(ranks(2).run(train_where_ranks_skip, case, kind))
-
-
-def train_where_ranks_skip(case, kind):
     pair, hooks = Beside(BlocksWithin(), case), Hooks()
     for step in range(4):
         if dist.get_rank() == 1 and step == 1:
             for model in (pair.module, pair.plain):
                 hooks.add([model.body.blocks[2].up.weight], kind)
         pair.step(batch(step, 0, dist.get_rank(), 4), (step + dist.get_rank()) % 2 == 1)
-    return pair.end()
+    check([pair.end()])
 
 
 def out_of_turn_with_hook(rank, kind, checkpointed):
@@ -233,25 +216,22 @@ def test_a_block_that_is_called_again_with_a_hook_on_one_rank(ranks, kind, rank,
     assert hooked[1 - rank] == without[1 - rank]
 
 
-def train_accumulating(case, unused):
-    """Hooks change the sums of two micro-batches; with ``unused`` the second does not use the hooked layer."""
-    pair, both = Beside(BlocksWithin(), case), (Hooks(), Hooks())
+@pytest.mark.sanitized
+@vary("unused", [False, True])
+@on_ranks(2)
+def test_hooks_see_the_sum_of_micro_batches(unused):
+    """ZeRO-1 adds up micro-batches in ``parameter.grad``: a hook would see the last one alone, or the sum be lost."""
+    pair, both = Beside(BlocksWithin(), Case(accumulation=2)), (Hooks(), Hooks())
     for hooks, model in zip(both, (pair.module, pair.plain)):
         hooks.add([model.body.blocks[1].up.weight], "of the sum")
     calls = []
     for index in range(4):
+        # The second micro-batch may not use the hooked layer.
         pair.micro_batch(batch(index, 0, dist.get_rank(), 4), unused and index % 2 == 1)
         if index % 2:
             pair.step_plain()
         calls.append([len(hooks.seen[0]) for hooks in both])
-    return compare(pair, both, calls)
-
-
-@pytest.mark.sanitized
-@vary("unused", [False, True])
-def test_hooks_see_the_sum_of_micro_batches(ranks, unused):
-    """ZeRO-1 adds up micro-batches in ``parameter.grad``: a hook would see the last one alone, or the sum be lost."""
-    check_seen(ranks(2).run(train_accumulating, Case(accumulation=2), unused))
+    check_hooked(pair, both, calls)
 
 
 def gradients_copied(hooked):
@@ -279,26 +259,11 @@ def test_gradients_whose_hooks_were_removed(ranks):
     assert formerly == never < now
 
 
-def train_with_chunked_loss():
-    with small_chunks(numel=64):
-        return train(Case(), BlocksWithin, "head", "of the gradient", 1, 2)
-
-
-def test_hook_of_a_head_whose_loss_is_in_chunks(ranks):
+@on_ranks(2)
+@small_chunks(numel=64)
+def test_hook_of_a_head_whose_loss_is_in_chunks():
     """The loss in chunks reduces the head's gradient itself, past its hook."""
-    check_seen(ranks(2).run(train_with_chunked_loss))
-
-
-def train_hooked_in_backward():
-    """In each backward, the hook of one parameter registers another's first hook, and removes it again."""
-    pair, seen = Beside(BlocksWithin(), Case(config=REGIONAL)), ([], [])
-    for model, gradients in zip((pair.module, pair.plain), seen):
-        first, last = model.body.blocks[0].up.weight, model.body.blocks[2].down.weight
-        last.register_hook(_registers(first, gradients))
-    for step in range(2):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    error = max(float((a - b).norm() / b.norm()) for a, b in zip(*seen))
-    return Seen([len(seen[0])], [len(seen[1])], error, pair.from_graphs, pair.end())
+    train(Case(), BlocksWithin, "head", "of the gradient", 1, 2)
 
 
 def _registers(parameter, gradients):
@@ -314,14 +279,27 @@ def _registers(parameter, gradients):
 
 
 @pytest.mark.sanitized
-def test_hooks_registered_in_a_backward(ranks):
+@on_ranks(2)
+def test_hooks_registered_in_a_backward():
     """What was noted when the backward began would not know of the hook."""
-    for seen in check_seen(ranks(2).run(train_hooked_in_backward)):
-        assert seen.calls == [2]
+    # In each backward, the hook of one parameter registers another's first hook, and removes it again.
+    pair, both = Beside(BlocksWithin(), Case(config=REGIONAL)), ([], [])
+    for model, gradients in zip((pair.module, pair.plain), both):
+        first, last = model.body.blocks[0].up.weight, model.body.blocks[2].down.weight
+        last.register_hook(_registers(first, gradients))
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    check([pair.end()])
+    assert len(both[0]) == len(both[1]) == 2
+    assert all((actual - expected).norm() / expected.norm() < BOUND for actual, expected in zip(*both))
 
 
-def train_frozen_after_forward(kind, stage):
-    """Each backward comes to hooks of a parameter that was frozen when the forward had run."""
+# Autograd calls a hook of the sum too, in which there is no sum to see.
+@vary("kind", [kind for kind in KINDS if kind != "of the sum"])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_hooks_of_a_parameter_frozen_after_its_forward(kind, stage):
+    """Autograd calls the hooks although it accumulates nothing: they would be given None for the gradient."""
     pair, both = Beside(BlocksWithin(), Case(stage=stage, config=REGIONAL)), (Hooks(), Hooks())
     hooked = [PLACES["one layer"](model) for model in (pair.module, pair.plain)]
     for hooks, parameters in zip(both, hooked):
@@ -337,13 +315,5 @@ def train_frozen_after_forward(kind, stage):
             parameter.requires_grad_(True)
         pair.engine.step()
         pair.step_plain()
-    return compare(pair, both, [[sum(map(len, hooks.seen.values())) for hooks in both]])
-
-
-# Autograd calls a hook of the sum too, in which there is no sum to see.
-@vary("kind", [kind for kind in KINDS if kind != "of the sum"])
-@vary("stage", [1, 2])
-def test_hooks_of_a_parameter_frozen_after_its_forward(ranks, kind, stage):
-    """Autograd calls the hooks although it accumulates nothing: they would be given None for the gradient."""
-    for seen in check_seen(ranks(2).run(train_frozen_after_forward, kind, stage)):
-        assert seen.calls == [2]
+    check_hooked(pair, both, [[sum(map(len, hooks.seen.values())) for hooks in both]])
+    assert len(both[0].seen[0]) == 2

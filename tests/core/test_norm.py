@@ -4,26 +4,27 @@
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import Case, average_gradients, batch, build, make_engine
 
 GROUPS = 7
 
 
-def step_in_groups(groups):
-    """Steps twice, the second time with a NaN on the last rank, in the last group of which it has elements.
-
-    Returns, for each step, the number of all-reduces, the norm, and whether the gradients overflowed; and the norm of
-    the first step in a plain loop.
-    """
+@vary("groups", [1, GROUPS])
+@on_ranks(2)
+def test_the_norm_takes_one_collective(groups):
+    """Each parameter group would take an all-reduce of its own, or lose what another rank or group has found."""
     case = Case(groups=groups, clipping=1.0)
     module, plain = build(case), build(case)
     engine, stepped, ids = make_engine(module, case), [], batch(0, 0, dist.get_rank(), 4)
     plain(ids).backward()
     average_gradients(plain)
+    # The second time with a NaN on the last rank, in the last group of which it has elements.
     for last in (False, True):
         engine.backward(engine(ids))
         if last and dist.get_rank() == dist.get_world_size() - 1:
@@ -37,14 +38,6 @@ def step_in_groups(groups):
         all_reduces = sum(event.name == "c10d::allreduce_" for event in profile.events())
         stepped.append((all_reduces, float(engine.get_global_grad_norm()), engine.optimizer.overflow))
     engine.destroy()
-    gradients = [parameter.grad for parameter in plain.parameters()]
-    return stepped, float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])))
-
-
-@vary("groups", [1, GROUPS])
-def test_the_norm_takes_one_collective(ranks, groups):
-    """Each parameter group would take an all-reduce of its own, or lose what another rank or group has found."""
-    for ((first, norm, overflowed), second), expected in ranks(2).run(step_in_groups, groups):
-        assert first == 1 and not overflowed
-        assert math.isclose(norm, expected, rel_tol=1e-5)
-        assert second == (1, math.inf, True)
+    norms = [parameter.grad.norm() for parameter in plain.parameters()]
+    expected = pytest.approx(float(torch.linalg.vector_norm(torch.stack(norms))), rel=1e-5)
+    assert stepped == [(1, expected, False), (1, math.inf, True)]

@@ -3,15 +3,17 @@
 """Arguments of ``engine.compile()`` that reach torch."""
 
 import inspect
-from typing import List, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch._inductor import compile_fx
 
+from deepspeed.compile.passes import zero_1_and_2_compile as passes
+
 from support.beside import warnings_logged
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import SMALL, outcome, prepare, train_both_stages, train_prepared
 from support.training import BOUND, Case, batch, build, make_engine
 
@@ -56,22 +58,6 @@ def test_compile_kwargs(ranks, kwargs, varied, from_graphs):
             assert counters["from_autograd" if from_graphs else "from_graphs"] == 0
 
 
-def options_of_the_code_generator(case, seen):
-    """Lists for each graph those of the options that the code generator gets which ``seen`` names."""
-    found = []
-
-    def record(*_, config_patches=None, **__):
-        found.append({name: config_patches.get(name) for name in seen})
-        raise RuntimeError("no code is generated")
-
-    torch._dynamo.reset()
-    with mock.patch.object(compile_fx, "compile_fx", record):
-        engine = make_engine(build(case), case)
-        outcome(engine, batch(0, 0, 0, 4))
-        engine.destroy()
-    return found
-
-
 @pytest.mark.options("backend", "compile_kwargs.mode", "compile_kwargs.options")
 @vary(
     "kwargs, expected",
@@ -84,32 +70,32 @@ def options_of_the_code_generator(case, seen):
     ],
     expects="expected",
 )
-def test_inductor_gets(ranks, kwargs, expected):
+@on_ranks(1)
+def test_inductor_gets(kwargs, expected):
     """A mode or an option of Inductor would be lost on the way through our backend."""
-    case = Case(model=SMALL, backend="inductor", compile_kwargs=kwargs)
-    assert ranks(1).run(options_of_the_code_generator, case, list(expected)) == [[expected]]
+    case, found = Case(model=SMALL, backend="inductor", compile_kwargs=kwargs), []
+
+    def record(*_, config_patches=None, **__):
+        found.append({name: config_patches.get(name) for name in expected})
+        raise RuntimeError("no code is generated")
+
+    with mock.patch.object(compile_fx, "compile_fx", record):
+        engine = make_engine(build(case), case)
+        outcome(engine, batch(0, 0, 0, 4))
+        engine.destroy()
+    # One graph.
+    assert found == [expected]
 
 
-class WithTheDefaultSchedule(NamedTuple):
-    error: float  # of the parameters, against a plain loop's
-    warnings: List[str]  # of DeepSpeed in engine.compile()
-
-
-def compile_with_the_default_schedule(stage):
-    from deepspeed.compile.passes import zero_1_and_2_compile as passes
-
+@pytest.mark.options("schedule", "compiled_autograd_enabled")
+@vary("stage", [1, 2])
+@on_ranks(1)
+def test_schedule_and_compiled_autograd(stage):
+    """A schedule that says what happens anyway would be refused, or compiled autograd would trace the reductions."""
     case = Case(model=SMALL, stage=stage)
     module, engine = prepare(case)
     schedule = [[0, [passes.add_z2_reduce if stage == 2 else passes.add_z1_reduce]]]
     with warnings_logged() as warnings:
         engine.compile(backend="eager", schedule=schedule, compiled_autograd_enabled=True)
-    return WithTheDefaultSchedule(train_prepared(case, module, engine), warnings)
-
-
-@pytest.mark.options("schedule", "compiled_autograd_enabled")
-@vary("stage", [1, 2])
-def test_schedule_and_compiled_autograd(ranks, stage):
-    """A schedule that says what happens anyway would be refused, or compiled autograd would trace the reductions."""
-    (result,) = ranks(1).run(compile_with_the_default_schedule, stage)
-    assert result.error < BOUND
-    assert any("disabling compiled autograd" in message for message in result.warnings)
+    assert train_prepared(case, module, engine) < BOUND
+    assert any("disabling compiled autograd" in message for message in warnings)

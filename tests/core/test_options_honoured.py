@@ -9,24 +9,25 @@ import dataclasses
 import gc
 import re
 from types import SimpleNamespace
-from typing import List, NamedTuple, Tuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.compile.zero_1_and_2.gradient import native
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import SMALL, train_and_collect_output, train_each_beside_plain_loop
 from support.training import (
     BOUND,
     NOTHING,
     Case,
-    Trained,
     build,
     check_trained,
     make_engine,
@@ -137,12 +138,7 @@ def test_harmless_options_are_taken(ranks):
 
 
 @pytest.mark.options(
-    "zero_optimization.round_robin_gradients",
-    "zero_optimization.parameter_alignment",
-    "gradient_clipping",
-    "data_types.param_dtype",
-    "data_types.buffer_dtype",
-    "data_types.keep_in_fp32_modules",
+    "zero_optimization.round_robin_gradients", "zero_optimization.parameter_alignment", "gradient_clipping"
 )
 @vary(
     "config",
@@ -160,12 +156,7 @@ def test_layouts_of_the_flat_partition(ranks, stage, config):
     check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
-@pytest.mark.options(
-    "zero_optimization.overlap_comm",
-    "compile.double_buffer",
-    "compile.sync_before_reduce",
-    "compile.sync_after_reduce",
-)
+@pytest.mark.options("zero_optimization.overlap_comm", "compile.double_buffer", "compile.sync_after_reduce")
 @vary(
     "waits, overlaps",
     [
@@ -184,27 +175,22 @@ def test_overlap(ranks, waits, overlaps):
         assert 0 < waiting < overlapping
 
 
-def read_by_the_reducer(config):
-    """Compiles an engine; returns what the reducer was told."""
+@pytest.mark.options("compile.sync_before_reduce", "compile.sync_after_reduce")
+@vary("option", ["sync_before_reduce", "sync_after_reduce"])
+@on_ranks(1)
+def test_synchronize(option):
+    """The reducer would not be told to wait for the device, which nothing shows on a CPU, whose device is the host."""
     told, module = {}, native.reducer_module()
 
     def make(*args, **kwargs):
         told.update(kwargs)
         return module.Reducer(*args, **kwargs)
 
-    case = Case(model=SMALL, config=config)
-    with mock.patch.object(set_up, "reducer_module", lambda: SimpleNamespace(**{**vars(module), "Reducer": make})):
-        make_engine(build(case), case).destroy()
-    return told
-
-
-@pytest.mark.options("compile.sync_before_reduce", "compile.sync_after_reduce")
-@vary("option", ["sync_before_reduce", "sync_after_reduce"])
-def test_synchronize(ranks, option):
-    """The reducer would not be told to wait for the device, which nothing shows on a CPU, whose device is the host."""
     word = option.replace("sync", "synchronize").removesuffix("_reduce")
     for asked in (True, False):
-        (told,) = ranks(1).run(read_by_the_reducer, {"compile": {option: asked}})
+        case = Case(model=SMALL, config={"compile": {option: asked}})
+        with mock.patch.object(set_up, "reducer_module", lambda: SimpleNamespace(**{**vars(module), "Reducer": make})):
+            make_engine(build(case), case).destroy()
         assert told[word] is asked
 
 
@@ -219,9 +205,7 @@ def test_debug_log(ranks):
     assert result.output.count("deepcompile.end_backward.default") == 1
 
 
-@pytest.mark.options(
-    "disable_python_gc", "wall_clock_breakdown", "timers", "memory_breakdown", "steps_per_print", "dump_state"
-)
+@pytest.mark.options("memory_breakdown", "steps_per_print", "dump_state")
 @pytest.mark.parametrize(
     "option, says",
     [
@@ -238,36 +222,21 @@ def test_reports(ranks, option, says):
     assert result.trained.error < BOUND
 
 
-class WithoutCollector(NamedTuple):
-    trained: Trained
-    enabled_before: bool  # whether the garbage collector was, before the engine was made
-    enabled_during: bool
-    enabled_after: bool  # the engine was destroyed
-
-
-def train_without_collector(case):
-    """Notes whether the garbage collector is enabled around an engine, and trains another one."""
-    before = gc.isenabled()
-    module = build(case)
-    engine = make_engine(module, case)
-    during = gc.isenabled()
-    engine.destroy()
-    trained = train_beside_plain_loop(case)
-    return WithoutCollector(trained, before, during, gc.isenabled())
-
-
-@pytest.mark.options(
-    "disable_python_gc", "wall_clock_breakdown", "timers", "memory_breakdown", "steps_per_print", "dump_state"
-)
+@pytest.mark.options("disable_python_gc")
 @vary("stage", [1, 2])
-def test_disable_python_gc(ranks, stage):
+@on_ranks(2)
+def test_disable_python_gc(stage):
     """Gradient memory would wait for the garbage collector, which an engine's end would also leave disabled."""
     case = Case(model=SMALL, stage=stage, accumulation=2, config={"disable_python_gc": True})
-    for result in ranks(2).run(train_without_collector, case):
-        assert result.trained.error < BOUND
-        assert (result.enabled_before, result.enabled_during, result.enabled_after) == (True, False, True)
-        # Nothing waits for the collector.
-        assert all(after == NOTHING for after in result.trained.held), result.trained.held
+    assert gc.isenabled()
+    engine = make_engine(build(case), case)
+    assert not gc.isenabled()
+    engine.destroy()
+    trained = train_beside_plain_loop(case)
+    assert gc.isenabled()
+    assert trained.error < BOUND
+    # Nothing waits for the collector.
+    assert all(after == NOTHING for after in trained.held), trained.held
 
 
 # What the engine does around the forward -------------------------------------------------------------------------
@@ -290,20 +259,11 @@ class Recorder(torch.nn.Module):
         self.formats.append((x.dtype, second.dtype))
 
 
-class AroundTheForward(NamedTuple):
-    formats: List[Tuple[torch.dtype, torch.dtype]]  # of both inputs of each forward
-    times: List[float]  # of each forward, as the engine took them
-    steps: int  # that the engine's throughput timer counted
-    seconds: float  # that it added up
-    hooks: int  # on the module when the engine was destroyed
-
-
-def train_and_measure(stage):
-    """Returns what the engine measured, and did, around the forward."""
-    import deepspeed
-    from deepspeed.accelerator import get_accelerator
-
-    torch._dynamo.reset()
+@pytest.mark.options("fp16.enabled", "fp16.loss_scale", "fp16.auto_cast", "wall_clock_breakdown", "timers")
+@vary("stage", [1, 2])
+@on_ranks(1)
+def test_around_the_forward(stage):
+    """An input would not be cast, a forward not be timed, or a hook stay on the module when the engine has ended."""
     get_accelerator().is_fp16_supported = lambda: True
     module = Recorder()
     engine = deepspeed.initialize(
@@ -326,28 +286,10 @@ def train_and_measure(stage):
         engine.backward(engine(x, torch.ones((2,), device=engine.device)))
         engine.step()
         times.append(engine.get_wall_clock_timers()["fwd_microstep"])
-    steps, seconds = engine.tput_timer.global_step_count, engine.tput_timer.total_elapsed_time
+    assert module.formats == [(torch.float16, torch.float16)] * 5
+    assert all(time > 0 for time in times)
+    # What the engine's throughput timer counted and added up.
+    assert engine.tput_timer.global_step_count == 5 and engine.tput_timer.total_elapsed_time > 0
     # Neither what did it, nor the hooks that do it without DeepCompile, are left.
     engine.destroy()
-    return AroundTheForward(module.formats, times, steps, seconds, hooks=len(module._forward_pre_hooks))
-
-
-@pytest.mark.options(
-    "fp16.enabled",
-    "fp16.loss_scale",
-    "fp16.auto_cast",
-    "disable_python_gc",
-    "wall_clock_breakdown",
-    "timers",
-    "memory_breakdown",
-    "steps_per_print",
-    "dump_state",
-)
-@vary("stage", [1, 2])
-def test_around_the_forward(ranks, stage):
-    """An input would not be cast, a forward not be timed, or a hook stay on the module when the engine has ended."""
-    (seen,) = ranks(1).run(train_and_measure, stage)
-    assert seen.formats == [(torch.float16, torch.float16)] * 5
-    assert all(time > 0 for time in seen.times)
-    assert seen.steps == 5 and seen.seconds > 0
-    assert seen.hooks == 0
+    assert not module._forward_pre_hooks

@@ -3,13 +3,18 @@
 """Options of number formats: training comes to where DeepSpeed comes without DeepCompile, up to rounding."""
 
 import dataclasses
-from typing import Dict, List, NamedTuple, Optional
+from typing import Optional
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.utils import safe_get_full_fp32_param
 
 from support.beside import warnings_logged
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import SMALL
 from support.training import NOTHING, ROUNDING, Case, batch, build, held, make_engine, total_error
 
@@ -33,69 +38,6 @@ def divide_by_the_scale_of_the_backward(optimizer):
     optimizer._update_scale, optimizer.unscale_and_clip_grads = updated, unscaled
 
 
-class Told(NamedTuple):
-    """What an engine says after a step."""
-
-    skipped: int  # steps so far
-    scale: float  # of the loss
-    lines: int  # that this rank shows about a step that is skipped
-
-
-class WithAndWithout(NamedTuple):
-    """What came of training with DeepCompile and without. Pairs are of both, DeepCompile first."""
-
-    difference: float  # of the fp32 parameters of both
-    moved: float  # how far DeepCompile's parameters are from the initial ones
-    finite: List[bool]  # pair: whether all parameters are
-    told: List[List[Told]]  # pair: after each step
-    held: Dict[str, int]  # by DeepCompile at the end
-    peak_pending: int
-    peak_bound: int
-
-
-def train_as_without_deepcompile(case, spoil):
-    """Trains with DeepCompile and without.
-
-    ``spoil``: index of the step whose loss is infinite on rank 0, or None.
-    """
-    from deepspeed.compile.zero_1_and_2 import gradient_counters
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    rank, trained, told = torch.distributed.get_rank(), [], []
-    for deepcompile in (True, False):
-        torch._dynamo.reset()
-        module = build(case)
-        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
-        if not deepcompile and case.dtype == "fp16" and engine.optimizer.dynamic_loss_scale:
-            divide_by_the_scale_of_the_backward(engine.optimizer)
-        steps = []
-        try:
-            for step in range(case.steps):
-                with warnings_logged() as texts:
-                    for micro_step in range(case.accumulation):
-                        loss = engine(batch(step, micro_step, rank, 4))
-                        engine.backward(loss * float("inf") if (step, rank) == (spoil, 0) else loss)
-                        engine.step()
-                lines = sum("Skipping step" in text for text in texts)
-                steps.append(Told(engine.skipped_steps, engine.optimizer.loss_scale, lines))
-            told.append(steps)
-            trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
-            if deepcompile:
-                counters = gradient_counters(engine)
-        finally:
-            engine.destroy()
-    finite = [all(bool(p.isfinite().all()) for p in parameters) for parameters in trained]
-    return WithAndWithout(
-        difference=total_error(*trained),
-        moved=total_error(trained[0], build(case).parameters()),
-        finite=finite,
-        told=told,
-        held=held(counters),
-        peak_pending=counters["peak_pending"],
-        peak_bound=counters["peak_bound"],
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A choice of number formats. Sizes are in bytes of an element."""
@@ -105,7 +47,7 @@ class Format:
     sent: tuple  # of the gradients of each of SMALL's parameters on their way
     kept: int  # of the target
     stages: tuple = (1, 2)
-    spoil: Optional[int] = None
+    spoil: Optional[int] = None  # the index of the step whose loss is infinite on rank 0
 
 
 def bf16(**options):
@@ -183,30 +125,54 @@ FORMATS = {
     "torch_autocast",
 )
 @vary("name, stage", [(name, stage) for name, how in FORMATS.items() for stage in how.stages])
-def test_formats(ranks, name, stage):
+@on_ranks(2)
+def test_formats(name, stage):
     """A gradient would be sent, kept or rounded in another format than asked for, or other steps would be skipped."""
-    how = FORMATS[name]
+    how, rank = FORMATS[name], dist.get_rank()
     # One bucket, so that all gradients are on their way at the same time.
     case = dataclasses.replace(how.case, model=SMALL, stage=stage, accumulation=2, bucket=10**6)
-    for rank, result in enumerate(ranks(2).run(train_as_without_deepcompile, case, how.spoil)):
-        assert result.peak_pending == SMALL_NUMEL * sum(how.sent)
-        assert result.peak_bound == SMALL_NUMEL * how.kept
-        assert result.held == NOTHING
-        deepcompiled, eager = result.told
-        assert deepcompiled == eager
-        skipped, scales = [step.skipped for step in deepcompiled], {step.scale for step in deepcompiled}
-        if name == "bf16-no-check_grad_overflow":
-            assert skipped == [0, 0, 0] and result.finite == [False, False]
-            continue
-        assert result.finite == [True, True]
-        assert result.moved > 1e-2
-        # Both ways round gradients at the same places, but sum micro-batches and ranks in one order or another, and
-        # where DeepSpeed stores a sum in the parameters' format, it is here in the format asked for. So parameters
-        # differ by one rounding of the coarsest format involved.
-        assert result.difference < ROUNDING[how.coarsest] * result.moved
-        if name in ("bf16-check_grad_overflow", "fp16-dynamic-scale"):
-            assert 0 < skipped[-1] < case.steps, "the case shows nothing of skipped steps"
-        if name == "bf16-check_grad_overflow":
-            assert [step.lines for step in deepcompiled] == [0, 1 if rank == 0 else 0, 0]
-        if name == "fp16-dynamic-scale":
-            assert len(scales) > 2, "the case shows nothing of the scale's ups and downs"
+    trained, skipped, scales, lines = [], [], [], []
+    for deepcompile in (True, False):
+        torch._dynamo.reset()
+        module = build(case)
+        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
+        if not deepcompile and case.dtype == "fp16" and engine.optimizer.dynamic_loss_scale:
+            divide_by_the_scale_of_the_backward(engine.optimizer)
+        try:
+            for step in range(case.steps):
+                with warnings_logged() as texts:
+                    for micro_step in range(case.accumulation):
+                        loss = engine(batch(step, micro_step, rank, 4))
+                        engine.backward(loss * float("inf") if (step, rank) == (how.spoil, 0) else loss)
+                        engine.step()
+                skipped.append(engine.skipped_steps)
+                scales.append(engine.optimizer.loss_scale)
+                lines.append(sum("Skipping step" in text for text in texts))
+            trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
+            if deepcompile:
+                counters = gradient_counters(engine)
+        finally:
+            engine.destroy()
+    assert counters["peak_pending"] == SMALL_NUMEL * sum(how.sent)
+    assert counters["peak_bound"] == SMALL_NUMEL * how.kept
+    assert held(counters) == NOTHING
+    # With DeepCompile, and then without.
+    for told in (skipped, scales, lines):
+        assert told[: case.steps] == told[case.steps :]
+    finite = [all(bool(p.isfinite().all()) for p in parameters) for parameters in trained]
+    if name == "bf16-no-check_grad_overflow":
+        assert skipped[: case.steps] == [0, 0, 0] and finite == [False, False]
+        return
+    assert finite == [True, True]
+    moved = total_error(trained[0], build(case).parameters())
+    assert moved > 1e-2
+    # Both ways round gradients at the same places, but sum micro-batches and ranks in one order or another, and
+    # where DeepSpeed stores a sum in the parameters' format, it is here in the format asked for. So parameters
+    # differ by one rounding of the coarsest format involved.
+    assert total_error(*trained) < ROUNDING[how.coarsest] * moved
+    if name in ("bf16-check_grad_overflow", "fp16-dynamic-scale"):
+        assert 0 < skipped[-1] < case.steps, "the case shows nothing of skipped steps"
+    if name == "bf16-check_grad_overflow":
+        assert lines[: case.steps] == [0, 1 if rank == 0 else 0, 0]
+    if name == "fp16-dynamic-scale":
+        assert len(set(scales)) > 2, "the case shows nothing of the scale's ups and downs"

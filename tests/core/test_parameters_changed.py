@@ -16,6 +16,7 @@ import torch.nn as nn
 from support.beside import Beside, Outcome, check
 from support.ids import vary
 from support.models import VOCABULARY, Block, Model
+from support.on_ranks import on_ranks
 from support.training import REGIONAL, Case, batch, build, make_engine
 
 LIMIT = 0.4
@@ -141,17 +142,16 @@ def test_hooks_on_saved_tensors(ranks, hooks, regional):
     check(ranks(1).run(train_with_hooks, hooks, Case(config=with_blocks(regional))))
 
 
-@vary("regional", [True, pytest.param(False, marks=pytest.mark.slow)])
+@vary("regional", [True], slow=[False])
 def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
     """Generated code would read a tensor that a hook has copied at another address than it was compiled for."""
     check(ranks(1).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))
 
 
-def unfreeze_later(case):
-    """Trains with a block frozen, then unfreezes the block, whose parameters the optimizer does not have.
-
-    Returns what the next forward raises.
-    """
+@on_ranks(1)
+def test_a_block_unfrozen_after_the_engine_was_made():
+    """A parameter that the optimizer does not have would train in no way, without a word."""
+    case = Case(model="BlocksWithin", config=REGIONAL)
     module = build(case)
     module.body.blocks[0].requires_grad_(False)
     engine = make_engine(module, case)
@@ -159,15 +159,6 @@ def unfreeze_later(case):
     engine.backward(engine(ids))
     engine.step()
     module.body.blocks[0].requires_grad_(True)
-    try:
+    with pytest.raises(RuntimeError, match="or its requires_grad set, after the engine was made; create a new engine"):
         engine(ids)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        engine.destroy()
-
-
-def test_a_block_unfrozen_after_the_engine_was_made(ranks):
-    """A parameter that the optimizer does not have would train in no way, without a word."""
-    (said,) = ranks(1).run(unfreeze_later, Case(model="BlocksWithin", config=REGIONAL))
-    assert "or its requires_grad set, after the engine was made; create a new engine" in said
+    engine.destroy()

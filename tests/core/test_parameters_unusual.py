@@ -15,6 +15,7 @@ from support import training
 from support.beside import Beside, check
 from support.ids import vary
 from support.models import BlocksWithin, CheckpointedReentrant, OddSizes, RepeatedLayers
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.subclasses import Scaled
 from support.training import (
@@ -41,7 +42,10 @@ class Unusual(torch.nn.Module):
         return self.linear(self.convolution(images).mean((2, 3)) + self.shift).square().mean()
 
 
-def train_not_contiguous(stage):
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_not_contiguous(stage):
+    """DeepSpeed's broadcast would end initialize() with "self.stride(-1) must be 1 to view Float as Byte"."""
     module = Unusual().to(memory_format=torch.channels_last)
     module.linear.weight = torch.nn.Parameter(torch.randn(4, 6).t())
     # Each rank begins with its own. The first rank's must come to all.
@@ -53,17 +57,18 @@ def train_not_contiguous(stage):
     for _ in range(2):
         beside.step(torch.randn(2, 3, 5, 5, device=device()))
     assert module.shift.stride() == (0,) and module.shift.eq(0).all()
-    return beside.end()
+    check([beside.end()])
 
 
-@vary("stage", [1, 2])
-def test_not_contiguous(ranks, stage):
-    """DeepSpeed's broadcast would end initialize() with "self.stride(-1) must be 1 to view Float as Byte"."""
-    check(ranks(2).run(train_not_contiguous, stage))
-
-
-def train_with_one_left_out(make, index, case):
-    """Trains where the optimizer lacks a weight of one block; returns the outcome, and the error of its gradients."""
+# The layers share the graph of the one that is compiled first, which with reentrant checkpoints is the last.
+@vary(
+    "make, regional, index",
+    [(CheckpointedReentrant, True, 0), (BlocksWithin, True, 2)],
+    slow=[(RepeatedLayers, False, 2)],
+)
+@on_ranks(2)
+def test_one_that_the_optimizer_lacks_in_one_of_several_layers(make, regional, index):
+    """The graph of a layer whose parameters are all registered would be called for this layer, and refuse."""
 
     def norm(module):
         return getattr(module, "body", module).blocks[index].norm.weight
@@ -71,9 +76,8 @@ def train_with_one_left_out(make, index, case):
     def groups(module, count):
         return [{"params": [parameter for parameter in module.parameters() if parameter is not norm(module)]}]
 
-    torch.manual_seed(0)
     with mock.patch.object(training, "parameter_groups", groups):
-        beside = Beside(make(), case)
+        beside = Beside(make(), Case(config=REGIONAL if regional else None))
     errors, weights = [], [norm(beside.module), norm(beside.plain)]
     for step in range(2):
         ids = batch(step, 0, dist.get_rank(), 4)
@@ -84,23 +88,9 @@ def train_with_one_left_out(make, index, case):
         beside.step_plain()
         for weight in weights:
             weight.grad = None
-    return beside.end(), max(errors)
-
-
-# The layers share the graph of the one that is compiled first, which with reentrant checkpoints is the last.
-@vary(
-    "make, regional, index",
-    [
-        (CheckpointedReentrant, True, 0),
-        (BlocksWithin, True, 2),
-        pytest.param(RepeatedLayers, False, 2, marks=pytest.mark.slow),
-    ],
-)
-def test_one_that_the_optimizer_lacks_in_one_of_several_layers(ranks, make, regional, index):
-    """The graph of a layer whose parameters are all registered would be called for this layer, and refuse."""
-    results = ranks(2).run(train_with_one_left_out, make, index, Case(config=REGIONAL if regional else None))
-    check([outcome for outcome, _ in results])
-    assert max(error for _, error in results) < BOUND
+    check([beside.end()])
+    # Nobody averages the gradients of the one.
+    assert max(errors) < BOUND
 
 
 def compile_complex():
@@ -135,11 +125,17 @@ def test_complex(ranks):
     check(ranks(2).run(train_viewed_as_complex))
 
 
-def train_made_of_others():
-    """Returns what is said of a trained weight that is made of others, and whether what is advised trains."""
+@pytest.mark.follows("which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false")
+@on_ranks(1)
+def test_a_parameter_made_of_others():
+    """DeepSpeed gives such a parameter memory in its flat tensor, which no forward reads: it would stay as it was."""
     module, images = torch.nn.Linear(4, 3).to(device()), torch.ones(2, 4, device=device())
     module.weight = torch.nn.Parameter(Scaled.of(module.weight.detach()))
-    said, trains = outcome(engine_by_configuration, module, True), []
+    assert outcome(engine_by_configuration, module, True) == (
+        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is trained and made of other tensors (Scaled), "
+        "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
+    )
+    trains = []
     for make in (lambda weight: weight.requires_grad_(False), lambda weight: torch.nn.Parameter(weight.detach() + 0)):
         module.weight = make(module.weight)
         before = [parameter.detach() + 0 for parameter in module.parameters()]
@@ -150,47 +146,26 @@ def train_made_of_others():
         after = [parameter.detach() + 0 for parameter in module.parameters()]
         trains.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
         engine.destroy()
-    return said, trains
-
-
-@pytest.mark.follows("which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false")
-def test_a_parameter_made_of_others(ranks):
-    """DeepSpeed gives such a parameter memory in its flat tensor, which no forward reads: it would stay as it was."""
-    ((said, trains),) = ranks(1).run(train_made_of_others)
-    assert said == (
-        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is trained and made of other tensors (Scaled), "
-        "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
-    )
     assert trains == [[False, True], [True, True]]
 
 
-def train_without_elements():
-    """Trains where a parameter without elements gets a gradient by hand; returns how many the reducer knows too.
-
-    And how a reducer takes such a parameter from somebody who registers it all the same.
-    """
-    beside, said = Beside(OddSizes(), Case()), []
+@pytest.mark.sanitized
+@on_ranks(1)
+def test_without_elements():
+    """A single rank would bind a gradient where the first piece of its parameter lies, and there is no piece."""
+    beside = Beside(OddSizes(), Case())
     empty = beside.module.empty
     for step in range(2):
+        # By hand.
         empty.grad = torch.zeros_like(empty)
         beside.step(batch(step, 0, dist.get_rank(), 4))
-    registered = gradient_counters(beside.engine)["registered"]
+    # All but the one that DeepSpeed gives no optimizer.
+    assert gradient_counters(beside.engine)["registered"] == len([*beside.module.parameters()]) - 1
+    check([beside.end()])
+    # Somebody registers such a parameter all the same.
     arguments = {"identity": 0, "bucket_numel": 8, "send_numel": 8, "overlap": True}
     reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
     group = reducer.add_group(dist.group.WORLD, dist.get_world_size(), 8, torch.float32, device(), False, None)
-    try:
+    with pytest.raises(ValueError, match="^parameter 'empty' has no elements, so nobody owns its gradient$"):
         reducer.register_parameter(group, "empty", empty, torch.float32, 0, 0)
-    except ValueError as error:
-        said.append(str(error))
     reducer.close()
-    return beside.end(), registered, said
-
-
-@pytest.mark.sanitized
-def test_without_elements(ranks):
-    """A single rank would bind a gradient where the first piece of its parameter lies, and there is no piece."""
-    ((trained, registered, said),) = ranks(1).run(train_without_elements)
-    check([trained])
-    # All but the one that DeepSpeed gives no optimizer.
-    assert registered == len([*OddSizes().parameters()]) - 1
-    assert said == ["parameter 'empty' has no elements, so nobody owns its gradient"]

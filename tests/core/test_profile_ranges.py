@@ -11,16 +11,16 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.lifetime import backward, start
+from support.on_ranks import on_ranks
 from support.reducers import register
 from support.training import Case, device
 
-ELEMENTS = 12
 
-
-def ranges_of_a_backward():
-    """Reduces three gradients of ``ELEMENTS`` elements in one bucket; returns {range of the reducer: its count}."""
-    module = reducer_module()
-    reducer = module.Reducer(
+@pytest.mark.quick
+@on_ranks(2)
+def test_a_profile_names_the_stages():
+    """A stage would have no range in a profile, or one for each parameter where there is one bucket."""
+    reducer = reducer_module().Reducer(
         # Unlike any engine's number in this process.
         identity=2**40,
         bucket_numel=10**6,
@@ -29,7 +29,7 @@ def ranges_of_a_backward():
         synchronize_before=False,
         synchronize_after=False,
     )
-    parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(3)]
+    parameters = [torch.nn.Parameter(torch.ones(12, device=device())) for _ in range(3)]
     register(reducer, dist.group.WORLD, parameters)
     registrations = torch.tensor([reducer.identity, 0, 1, 2])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -38,16 +38,10 @@ def ranges_of_a_backward():
             torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, position)
         reducer.finish_backward(True, False)
     reducer.close()
-    # The operator has a range of its own, which torch records.
-    operator = "deepcompile::reduce_grad"
-    names = [event.name for event in profile.events()]
-    return dict(collections.Counter(name for name in names if name.startswith("deepcompile::") and name != operator))
-
-
-@pytest.mark.quick
-def test_a_profile_names_the_stages(ranks):
-    """A stage would have no range in a profile, or one for each parameter where there is one bucket."""
-    expected = {
+    names = [event.name for event in profile.events() if event.name.startswith("deepcompile::")]
+    assert collections.Counter(names) == {
+        # The operator has a range of its own, which torch records.
+        "deepcompile::reduce_grad": 3,
         "deepcompile::reduce": 3,
         "deepcompile::launch": 1,
         # Each partition has a part of each parameter.
@@ -59,11 +53,12 @@ def test_a_profile_names_the_stages(ranks):
         "deepcompile::bound": 3,
         "deepcompile::dropped": 2,
     }
-    assert ranks(2).run(ranges_of_a_backward) == [expected] * 2
 
 
-def copies_of_gradients():
-    """Returns how many gradients a rank alone has bound in a backward of generated code, and how many it copied."""
+@pytest.mark.slow
+@on_ranks(1)
+def test_generated_code_gives_its_gradients_away():
+    """Generated code would keep its gradients, so that each is copied when it is bound."""
     # Biases and norms get sums over rows, which Inductor gives another shape.
     _, engine = start(Case("BlocksWithin", backend="inductor", dtype="bf16"))
     for _ in range(2):
@@ -72,11 +67,5 @@ def copies_of_gradients():
         engine.step()
     engine.destroy()
     bound = [event for event in profile.events() if event.name == "deepcompile::bind"]
-    return len(bound), sum(child.name == "aten::to" for event in bound for child in event.cpu_children)
-
-
-@pytest.mark.slow
-def test_generated_code_gives_its_gradients_away(ranks):
-    """Generated code would keep its gradients, so that each is copied when it is bound."""
-    ((bound, copied),) = ranks(1).run(copies_of_gradients)
-    assert bound > 10 and copied == 0
+    assert len(bound) > 10
+    assert not any(child.name == "aten::to" for event in bound for child in event.cpu_children)

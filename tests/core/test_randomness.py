@@ -7,7 +7,6 @@ linear in each parameter: the product of a parameter and its gradient, summed up
 """
 
 import copy
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.recipes import Gain
 from support.training import BOUND, Case, Started, device, make_engine, relative_error
 
@@ -146,51 +146,41 @@ def deviations(module, loss):
     return [abs(float(product.sum() / loss) - 1) for product in products]
 
 
-class Drawn(NamedTuple):
-    error: float  # the worst deviation of a gradient, or difference between two forwards from one seed
-    from_graphs: int  # gradients of the last backward that graphs reduced
-    eager_calls: int  # of blocks that ran uncompiled
-
-
 def train(run, block=Drops, regional=None, evaluation_mode=False, budget=None, backend="inductor"):
-    """Trains under checkpointing, or within a budget for activations, and compares gradients with the loss."""
+    """Trains under checkpointing, or within a budget for activations, and compares gradients with the loss.
+
+    Returns how many gradients graphs reduced in the last backward.
+    """
     config = {"compile": {"regional_compilation": regional, "activation_memory_budget": budget}}
     module, engine = make(Loss(block, run), config=config, backend=backend)
     if evaluation_mode:
         engine.eval()
-    worst = 0.0
     for _ in range(3):
         loss = engine(inputs())
         engine.backward(loss)
-        worst = max(worst, *deviations(module, loss))
+        assert all(deviation < BOUND for deviation in deviations(module, loss))
         engine.step()
-    counters = gradient_counters(engine)
+    from_graphs = gradient_counters(engine)["from_graphs"]
     engine.destroy()
-    return Drawn(worst, counters["from_graphs"], Drops.eager_calls)
+    return from_graphs
 
 
 @vary(
     "varied",
-    [
-        {"run": run_reentrant},
-        *(
-            pytest.param(varied, marks=pytest.mark.slow)
-            for varied in (
-                {"run": run_reentrant, "regional": False},
-                {"run": run_non_reentrant},
-                {"run": run_deepspeeds},
-                {"run": run_reentrant, "block": AlwaysDrops, "evaluation_mode": True},
-            )
-        ),
+    [{"run": run_reentrant}],
+    slow=[
+        {"run": run_reentrant, "regional": False},
+        {"run": run_non_reentrant},
+        {"run": run_deepspeeds},
+        {"run": run_reentrant, "block": AlwaysDrops, "evaluation_mode": True},
     ],
 )
-def test_checkpointed(ranks, varied):
+@on_ranks(1)
+def test_checkpointed(varied):
     """What a checkpoint computes again would be generated code where its first run was not, or the other way."""
-    (drawn,) = ranks(1).run(train, **varied)
-    assert drawn.error < BOUND
-    assert drawn.from_graphs == 6
+    assert train(**varied) == 6
     # What runs under the checkpoint's no_grad is compiled as what is computed again.
-    assert drawn.eager_calls == 0
+    assert Drops.eager_calls == 0
 
 
 @pytest.mark.options("compile.activation_memory_budget")
@@ -201,23 +191,19 @@ def test_checkpointed(ranks, varied):
         {"budget": 0, "backend": "eager", "regional": False},
         {"budget": 0, "block": DrawsLike, "backend": "eager", "regional": False},
         {"budget": 0, "block": DrawsInto, "backend": "eager"},
-        *(
-            pytest.param(varied, marks=pytest.mark.slow)
-            for varied in (
-                {"budget": 0.5},
-                {"budget": 0, "regional": False},
-                {"budget": 0, "run": run_non_reentrant, "regional": False},
-                {"budget": 0, "block": DrawsLike, "regional": False},
-                {"budget": 0.5, "block": DrawsInto},
-            )
-        ),
+    ],
+    slow=[
+        {"budget": 0.5},
+        {"budget": 0, "regional": False},
+        {"budget": 0, "run": run_non_reentrant, "regional": False},
+        {"budget": 0, "block": DrawsLike, "regional": False},
+        {"budget": 0.5, "block": DrawsInto},
     ],
 )
-def test_within_a_budget_for_activations(ranks, varied):
+@on_ranks(1)
+def test_within_a_budget_for_activations(varied):
     """A budget would have the backward draw again what the forward drew, by torch's operator or one of others."""
-    (drawn,) = ranks(1).run(train, **{"run": nn.Module.__call__, **varied})
-    assert drawn.error < BOUND
-    assert drawn.from_graphs == 6
+    assert train(**{"run": nn.Module.__call__, **varied}) == 6
 
 
 class CheckpointsInside(nn.Module):
@@ -231,8 +217,10 @@ class CheckpointsInside(nn.Module):
         return x + checkpoint(self.drops, x, use_reentrant=False)
 
 
-def train_above_frozen(backend):
-    """Trains the upper of two blocks. Returns how far losses and gradients are from those without an engine."""
+@vary("backend", ["eager"], slow=["inductor"])
+@on_ranks(1)
+def test_frozen_blocks_that_checkpoint_inside(backend):
+    """Torch looks for what a graph without gradients computes again, and raises where that draws random numbers."""
     module = Loss(CheckpointsInside, nn.Module.__call__)
     module.layers.blocks[0].requires_grad_(False)
     plain = copy.deepcopy(module).to(device())
@@ -247,43 +235,31 @@ def train_above_frozen(backend):
             backward(losses[-1])
     weights = [model.layers.blocks[1].drops.gain.weight for model in (module, plain)]
     gradients = safe_get_full_grad(weights[0]), weights[1].grad
-    counters = gradient_counters(engine)
+    from_graphs = gradient_counters(engine)["from_graphs"]
     engine.destroy()
-    return Drawn(relative_error([losses[0], gradients[0]], [losses[1], gradients[1]]), counters["from_graphs"], 0)
+    assert relative_error([losses[0], gradients[0]], [losses[1], gradients[1]]) < BOUND
+    assert from_graphs == 1
 
 
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_frozen_blocks_that_checkpoint_inside(ranks, backend):
-    """Torch looks for what a graph without gradients computes again, and raises where that draws random numbers."""
-    (drawn,) = ranks(1).run(train_above_frozen, backend)
-    assert drawn.error < BOUND and drawn.from_graphs == 1
-
-
-def replay(regional):
-    """Calls the model without gradients and again with them from one seed, as GradCache does."""
+@vary("regional", [True], slow=[False])
+@on_ranks(1)
+def test_replayed_after_a_pass_without_gradients(regional):
+    """A pass without gradients would run uncompiled, and draw other numbers than the same pass with them."""
     module, engine = make(Representation(), config={"compile": {"regional_compilation": regional}})
-    differences = []
     for step in range(3):
         x = inputs()
+        # As GradCache does.
         torch.manual_seed(10 * step + dist.get_rank())
         with torch.no_grad():
             first = engine(x)
         torch.manual_seed(10 * step + dist.get_rank())
         second = engine(x)
-        differences.append(float((first - second).abs().max()))
+        assert float((first - second).abs().max()) < BOUND
         engine.backward((second * first).mean())
         engine.step()
-    counters = gradient_counters(engine)
+    from_graphs = gradient_counters(engine)["from_graphs"]
     engine.destroy()
-    return Drawn(max(differences), counters["from_graphs"], Drops.eager_calls)
-
-
-@vary("regional", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_replayed_after_a_pass_without_gradients(ranks, regional):
-    """A pass without gradients would run uncompiled, and draw other numbers than the same pass with them."""
-    (drawn,) = ranks(1).run(replay, regional)
-    assert drawn.error < BOUND
-    assert (drawn.from_graphs, drawn.eager_calls) == (6, 0)
+    assert (from_graphs, Drops.eager_calls) == (6, 0)
 
 
 def losses(evaluates):

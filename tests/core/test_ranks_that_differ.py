@@ -18,6 +18,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from support.beside import Beside, Outcome, check
 from support.ids import vary
 from support.models import VOCABULARY, Block
+from support.on_ranks import on_ranks
 from support.training import Case, batch, device
 
 DEPTH = 3
@@ -308,30 +309,29 @@ def test_turns_that_no_rank_needs_any_more_are_given_up(ranks, stage, direct):
 # Graphs that one rank compiles -----------------------------------------------------------------------------------
 
 
-def train_to_the_limit(case, limit, which):
-    """The rank ``which`` has longer sequences in each step, and graphs are for one shape each."""
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        return train(case, "alike", steps=6, lengths=lambda step, rank: 4 + step * (rank == which))
-
-
 @vary("which", [0, 1])
-@vary("regional", [True, pytest.param(False, marks=pytest.mark.slow)])
+@vary("regional", [True], slow=[False])
 @vary("stage, accumulation", [(1, 1), (2, 3)])
-def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, regional, which):
+@on_ranks(2)
+# Graphs are for one shape each.
+@torch._dynamo.config.patch(recompile_limit=1)
+def test_one_rank_reaches_the_limit_of_compilations(stage, accumulation, regional, which):
     """A rank whose blocks run uncompiled would send buckets in an order that the others' graphs do not have."""
     case = differing(
         regional, model="Chosen", stage=stage, accumulation=accumulation, compile_kwargs={"dynamic": False}
     )
-    results = check(ranks(2).run(train_to_the_limit, case, 1, which))
-    assert [result.from_graphs[-1] > 0 for result in results] == [rank != which for rank in range(2)]
+    (result,) = check([train(case, "alike", steps=6, lengths=lambda step, rank: 4 + step * (rank == which))])
+    assert (result.from_graphs[-1] > 0) == (dist.get_rank() != which)
 
 
 # A loss that does without the engine -----------------------------------------------------------------------------
 
 
-def train_replacing(case):
-    """In each step a second backward replaces the first; on rank 1 its loss needs nothing of the model."""
-    pair, rank = Beside(Chosen(), case), dist.get_rank()
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_backward_without_the_model_replaces_gradients_too(stage):
+    """A rank whose backward needs nothing of the model would keep the gradients that the other ranks have replaced."""
+    pair, rank = Beside(Chosen(), differing(True, stage=stage)), dist.get_rank()
     for step in range(3):
         anchor = torch.ones(3, device=device(), requires_grad=True)
         pair.engine.backward(pair.engine(batch(step, 0, rank, 4), [0, 1], anchor))
@@ -341,32 +341,22 @@ def train_replacing(case):
         if rank == 0:
             pair.plain(batch(step, 1, rank, 4), [0, 1], anchor).backward()
         pair.step_plain()
-    return pair.end()
-
-
-@vary("stage", [1, 2])
-def test_a_backward_without_the_model_replaces_gradients_too(ranks, stage):
-    """A rank whose backward needs nothing of the model would keep the gradients that the other ranks have replaced."""
-    check(ranks(2).run(train_replacing, differing(True, stage=stage)))
+    check([pair.end()])
 
 
 # Several engines -------------------------------------------------------------------------------------------------
 
 
-def train_two(cases, program):
-    """Two engines take turns, each with other parts of its model on each rank."""
-    torch.manual_seed(0)
+@pytest.mark.sanitized
+@on_ranks(2)
+def test_two_engines():
+    """Two engines would share the order in which gradients are expected."""
+    cases = [differing(True, stage=1), differing(True, stage=2)]
     pairs = [Beside(Chosen(), case, reset=not number) for number, case in enumerate(cases)]
     for step in range(4):
         for number, pair in enumerate(pairs):
             anchor = torch.ones(3, device=device(), requires_grad=True)
             ids = batch(step, number, dist.get_rank(), 4)
-            pair.step(ids, PROGRAMS[program](step + number, dist.get_rank()), anchor)
-    return [pair.end() for pair in pairs]
-
-
-@pytest.mark.sanitized
-def test_two_engines(ranks):
-    """Two engines would share the order in which gradients are expected."""
-    for results in ranks(2).run(train_two, [differing(True, stage=1), differing(True, stage=2)], "branch"):
-        check(results)
+            # Each rank runs other parts of each model.
+            pair.step(ids, PROGRAMS["branch"](step + number, dist.get_rank()), anchor)
+    check([pair.end() for pair in pairs])

@@ -21,7 +21,9 @@ from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support import training
 from support.beside import Beside, check, warnings_logged
+from support.lifetime import backward
 from support.models import VOCABULARY, BlocksWithin
+from support.on_ranks import gathered, on_ranks
 from support.options import SMALL, outcome, prepare, train_prepared
 from support.training import (
     BOUND,
@@ -102,8 +104,9 @@ class OthersWithin(BlocksWithin):
         return [*self.body.parameters(), *self.head.parameters()]
 
 
-def train_beside_others():
-    """Leaves these out of the engine's optimizer; returns the errors of the others, and of the gradients of these."""
+@on_ranks(2)
+def test_what_the_optimizer_leaves_out():
+    """A model would be refused for parameters that another optimizer trains, though ZeRO never sees them."""
     module = OthersWithin().to(device())
     plain, case = copy.deepcopy(module), Case(config=REGIONAL)
     engine = make_engine(module, case, optimizer=torch.optim.SGD(module.of_zero(), lr=0.2))
@@ -120,29 +123,20 @@ def train_beside_others():
         step_plain(plain, optimizer)
     error = relative_error(module.of_zero(), plain.of_zero())
     engine.destroy()
-    return error, *(total_error([here], [there]) for here, there in zip(*others))
+    assert error < BOUND
+    assert all(total_error([here], [there]) < BOUND for here, there in zip(*others))
 
 
-def test_what_the_optimizer_leaves_out(ranks):
-    """A model would be refused for parameters that another optimizer trains, though ZeRO never sees them."""
-    for errors in ranks(2).run(train_beside_others):
-        assert max(errors) < BOUND
-
-
-def train_with_others_frozen():
+@on_ranks(2)
+def test_frozen_parameters_that_the_optimizer_is_given():
+    """A user who gives all of a model's parameters would be refused for some that ZeRO leaves out."""
     module = OthersWithin().to(device())
     module.rows.weight.requires_grad_(False)
     module.phase.requires_grad_(False)
     engine = make_engine(module, Case(config=REGIONAL), optimizer=torch.optim.SGD(module.parameters(), lr=0.2))
-    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    backward(engine)
     engine.step()
     engine.destroy()
-    return True
-
-
-def test_frozen_parameters_that_the_optimizer_is_given(ranks):
-    """A user who gives all of a model's parameters would be refused for some that ZeRO leaves out."""
-    assert ranks(2).run(train_with_others_frozen) == [True, True]
 
 
 def train_two_backwards(advised):
@@ -176,27 +170,22 @@ def test_several_backwards_in_one_step(ranks):
             assert bool(told) != advised
 
 
-def train_replaced_weight():
-    """Replaces a weight when the engine is made. Returns what a forward says, and what a new engine comes to."""
+@pytest.mark.follows(
+    "was put into the model, or its requires_grad set, after the engine was made; create a new engine",
+)
+@on_ranks(1)
+def test_a_parameter_that_the_optimizer_lacks():
+    """The new engine that is advised would raise as the first, whose compiled code torch still has."""
     module, case = BlocksWithin(), Case(config=REGIONAL)
     before = Beside(module, case)
     module.body.blocks[1].up.weight = torch.nn.Parameter(module.body.blocks[1].up.weight.detach() / 2)
     told = told_by(before.step, batch(0, 0, dist.get_rank(), 4))
+    assert "the engine's optimizer does not have" in told and "create a new engine" in told
     before.engine.destroy()
     pair = Beside(module, case, reset=False)
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    return told, pair.end()
-
-
-@pytest.mark.follows(
-    "was put into the model, or its requires_grad set, after the engine was made; create a new engine",
-)
-def test_a_parameter_that_the_optimizer_lacks(ranks):
-    """The new engine that is advised would raise as the first, whose compiled code torch still has."""
-    ((told, outcome),) = ranks(1).run(train_replaced_weight)
-    assert "the engine's optimizer does not have" in told and "create a new engine" in told
-    check([outcome])
+    check([pair.end()])
 
 
 def train_clipped(computes):
@@ -223,10 +212,12 @@ def test_clipping_without_a_norm(ranks):
     check(ranks(1).run(train_clipped, True))
 
 
-def compile_where_one_rank_lacks_a_compiler(folder):
-    """Returns what engine.compile() raises, and the error of training when the compiler is there."""
+@pytest.mark.follows("`apt-get install g++`, or name one in CXX")
+@on_ranks(2)
+def test_one_rank_without_a_compiler(tmp_path):
+    """The other ranks would wait for it until the timeout, and end with an error that names no compiler."""
     module, engine = prepare(Case(model=SMALL))
-    lacks = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(folder)} if dist.get_rank() == 1 else {}
+    lacks = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(tmp_path)} if dist.get_rank() == 1 else {}
     # Other engines of this process have loaded what was built before.
     loaded = {} if lacks else OpBuilder._loaded_ops
     with (
@@ -235,16 +226,10 @@ def compile_where_one_rank_lacks_a_compiler(folder):
         mock.patch.object(set_up, "reducer_module", reducer_module.__wrapped__ if lacks else reducer_module),
     ):
         said = outcome(engine.compile, backend="eager")
-    return said, train_prepared(Case(model=SMALL), module, engine)
-
-
-@pytest.mark.follows("`apt-get install g++`, or name one in CXX")
-def test_one_rank_without_a_compiler(ranks, tmp_path):
-    """The other ranks would wait for it until the timeout, and end with an error that names no compiler."""
-    (said, error), (of_other, other_error) = ranks(2).run(compile_where_one_rank_lacks_a_compiler, tmp_path)
-    assert of_other in said and "rank 1 could not set an engine up" in said
+    assert train_prepared(Case(model=SMALL), module, engine) < BOUND
+    of_first, of_other = gathered(said)
+    assert of_other in of_first and "rank 1 could not set an engine up" in of_first
     assert "this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get" in of_other
-    assert max(error, other_error) < BOUND
 
 
 @pytest.mark.follows("`pip install ninja`, and the environment's bin in PATH", "`apt-get install python3-dev`")
@@ -336,19 +321,16 @@ def test_hooks_at_modules(ranks):
     check([ended])
 
 
-def train_where_a_backward_raised_meanwhile():
-    """A backward raises in another thread after this one has asked for such a backward, and before this one begins.
-
-    Returns what the reducer says, and what comes of running the backward again.
-    """
+@pytest.mark.follows("raised in another thread while this one began; run this one again")
+@on_ranks(2)
+def test_a_backward_that_raised_in_another_thread():
+    """The backward that is to be run again would be refused for the same one that raised."""
+    # A backward raises in another thread after this one has asked for such a backward, and before this one begins.
     pair = Beside(BlocksWithin(), Case(config=REGIONAL))
-
-    ids = batch(0, 0, dist.get_rank(), 4)
     hook = pair.module.body.blocks[0].norm.weight.register_hook(lambda gradient: 1 / 0)
-    try:
-        pair.engine.backward(pair.engine(ids))
-    except ZeroDivisionError:
-        hook.remove()
+    with pytest.raises(ZeroDivisionError):
+        backward(pair.engine)
+    hook.remove()
     reducer = pair.engine.optimizer._deepcompile.reducer
     # On a GPU the error comes here before autograd's thread has dropped the graph. Until then the reducer would take
     # what begins for a further loss of the same backward, on this rank alone, and ranks would wait for each other.
@@ -357,12 +339,5 @@ def train_where_a_backward_raised_meanwhile():
     told = told_by(reducer.begin_backward, True)
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    return told, pair.end()
-
-
-@pytest.mark.follows("raised in another thread while this one began; run this one again")
-def test_a_backward_that_raised_in_another_thread(ranks):
-    """The backward that is to be run again would be refused for the same one that raised."""
-    for told, ended in ranks(2).run(train_where_a_backward_raised_meanwhile):
-        assert "run this one again" in told
-        check([ended])
+    check([pair.end()])
+    assert "run this one again" in told

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside, check
+from support.lifetime import backward
 from support.models import Model
+from support.on_ranks import on_ranks
 from support.training import NOTHING, Case, batch, build, held, make_engine, train_beside_plain_loop
 
 
@@ -26,17 +28,14 @@ class TwoTables(Model):
         return F.embedding(ids, self.embedding.weight + self.second)
 
 
-def train_two_tables(case):
-    pair = Beside(TwoTables(), case)
-    for step in range(3):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    return pair.end()
-
-
-def test_two_parameters_with_one_gradient(ranks):
+@on_ranks(2)
+def test_two_parameters_with_one_gradient():
     """The second reduction would read memory that the first has sent."""
     # With a bucket of one element no gradient is small enough to be copied just because it is packed.
-    check(ranks(2).run(train_two_tables, Case(stage=2, bucket=1)))
+    pair = Beside(TwoTables(), Case(stage=2, bucket=1))
+    for step in range(3):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    check([pair.end()])
 
 
 def test_communication_data_type(ranks):
@@ -48,21 +47,6 @@ def test_communication_data_type(ranks):
     assert peaks[0] == [2 * peak for peak in peaks[1]] and peaks[1][0] > 0
 
 
-def dropped(case, how, folder):
-    """Returns the bytes of gradients after the first of two micro-batches, and after they were dropped."""
-    engine = make_engine(build(case), case)
-    engine.save_checkpoint(folder)
-    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-    before = held(gradient_counters(engine))
-    if how == "load_checkpoint()":
-        engine.load_checkpoint(folder)
-    else:
-        engine.zero_grad()
-    after = held(gradient_counters(engine))
-    engine.destroy()
-    return before, after
-
-
 # Sums of another dtype than the parameters, which parameter.grad cannot hold, and sums that were reduced.
 SUMS = {
     "unreduced": Case(stage=1, dtype="fp16", accumulation=2, config={"data_types": {"grad_accum_dtype": "fp32"}}),
@@ -71,7 +55,13 @@ SUMS = {
 
 
 @pytest.mark.parametrize("kind, how", [("unreduced", "zero_grad()"), ("bound", "load_checkpoint()")])
-def test_what_was_dropped_is_not_sent(ranks, tmp_path, kind, how):
+@on_ranks(2)
+def test_what_was_dropped_is_not_sent(tmp_path, kind, how):
     """The next step would have gradients of micro-batches that do not belong to it."""
-    for before, after in ranks(2).run(dropped, SUMS[kind], how, str(tmp_path)):
-        assert before[kind] > 0 and after == NOTHING
+    engine = make_engine(build(SUMS[kind]), SUMS[kind])
+    engine.save_checkpoint(tmp_path)
+    backward(engine)
+    assert gradient_counters(engine)[kind] > 0
+    engine.load_checkpoint(tmp_path) if how == "load_checkpoint()" else engine.zero_grad()
+    assert held(gradient_counters(engine)) == NOTHING
+    engine.destroy()

@@ -6,7 +6,6 @@ There is no engine around the reducer, so that nothing orders the calls but the 
 """
 
 import collections
-import contextlib
 import datetime
 import functools
 import gc
@@ -14,7 +13,6 @@ import itertools
 import threading
 import time
 import zlib
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -23,7 +21,9 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.meeting import new_store
+from support.on_ranks import on_ranks
 from support.reducers import register
+from support.threads import in_threads, meanwhile
 from support.training import device
 
 pytestmark = pytest.mark.sanitized
@@ -84,61 +84,12 @@ class Registered:
         return right and numel == self.numel
 
 
-def in_threads(functions):
-    """Calls each in a thread of its own, all at once; raises what one of them raised."""
-    ready, errors = threading.Barrier(len(functions)), []
-
-    def call(function):
-        ready.wait()
-        try:
-            function()
-        except BaseException as error:  # noqa: B902 (raised below)
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-@contextlib.contextmanager
-def meanwhile(function):
-    """Calls ``function()`` again and again in another thread; yields a list that grows with each call."""
-    done, calls, errors = threading.Event(), [], []
-
-    def call():
-        try:
-            while not done.is_set():
-                function()
-                calls.append(None)
-                # Else it takes a whole core while the other thread waits.
-                time.sleep(1e-4)
-        except BaseException as error:  # noqa: B902 (raised below)
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    try:
-        yield calls
-    finally:
-        done.set()
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
-class Given(NamedTuple):
-    """What came of gradients that threads gave to one reducer."""
-
-    right: bool  # whether each partition was what it should be
-    all_received: bool
-
-
-def gradients_from_threads(route, flat, steps=20):
-    """Four threads give one reducer its gradients, two each for every parameter, while a fifth asks what it holds."""
+@pytest.mark.quick
+@pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
+@pytest.mark.parametrize("route", ["graph", "autograd"])
+@on_ranks(2)
+def test_gradients_from_several_threads(route, flat):
+    """Two threads would add to one target at once, so that one of their gradients is lost."""
     registered = Registered(alone(), count=8, flat=flat)
 
     def give(first):
@@ -149,40 +100,25 @@ def gradients_from_threads(route, flat, steps=20):
                 else:
                     (parameter * value).sum().backward()
 
-    right = []
     with meanwhile(lambda: (registered.reducer.counters(), registered.reducer.in_backward)) as calls:
-        for _ in range(steps):
+        for _ in range(20):
             registered.reducer.begin_backward(True)
             in_threads([functools.partial(give, first) for first in range(4)])
-            right.append(registered.finish(3.0))
+            assert registered.finish(3.0)
     assert len(calls) > 0
-    received = registered.reducer.counters()["from_graphs" if route == "graph" else "from_autograd"]
+    assert registered.reducer.counters()["from_graphs" if route == "graph" else "from_autograd"] == 20 * 8 * 2
     registered.reducer.close()
-    return Given(all(right), received == steps * 8 * 2)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
-@pytest.mark.parametrize("route", ["graph", "autograd"])
-def test_gradients_from_several_threads(ranks, route, flat):
-    """Two threads would add to one target at once, so that one of their gradients is lost."""
-    for given in ranks(2).run(gradients_from_threads, route, flat):
-        assert given.right and given.all_received
-
-
-class Finished(NamedTuple):
-    """What came of backwards of several reducers."""
-
-    right: bool  # whether each partition was what it should be
-    backwards: int  # that were finished
-
-
-def reducers_in_threads(steps=10):
-    """Each of three threads makes reducers, trains with them over all ranks, and closes them."""
+@pytest.mark.core
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may wait for ever where communicators are used at once")
+@on_ranks(2)
+def test_reducers_in_several_threads():
+    """Reducers would share state of the process without a lock while other threads make and close theirs."""
     right = []
 
     def train(process_group, closes):
-        for _ in range(steps):
+        for _ in range(10):
             registered = Registered(process_group, count=6, flat=closes)
             registered.reducer.begin_backward(True)
             for index, parameter in enumerate(registered.parameters):
@@ -199,26 +135,14 @@ def reducers_in_threads(steps=10):
     groups = together(3)
     in_threads([functools.partial(train, group, index > 0) for index, group in enumerate(groups)])
     gc.collect()
-    return Finished(all(right), len(right))
-
-
-@pytest.mark.core
-@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may wait for ever where communicators are used at once")
-def test_reducers_in_several_threads(ranks):
-    """Reducers would share state of the process without a lock while other threads make and close theirs."""
-    for finished in ranks(2).run(reducers_in_threads):
-        assert finished.right and finished.backwards == 3 * 10
-
-
-def closed_meanwhile(route, how, times=10):
-    """A reducer is closed, by one thread or two at once, or dropped, while another thread is in a backward.
-
-    Returns what errors the backwards raised.
-    """
-    return sorted({message for _ in range(times) for message in _closed_once(route, how)})
+    assert right == [True] * 3 * 10
 
 
 def _closed_once(route, how):
+    """A reducer is closed, by one thread or two at once, or dropped, while another thread is in a backward.
+
+    Returns what errors the backward raised.
+    """
     registered, begun, closed, messages = Registered(alone(), count=8), threading.Event(), threading.Event(), set()
     registered.reducer.begin_backward(True)
 
@@ -254,12 +178,13 @@ def _closed_once(route, how):
 
 @pytest.mark.parametrize("how", ["close", "close twice", "drop"], ids=["close", "close-twice", "drop"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
-def test_a_reducer_closed_during_a_backward(ranks, route, how):
+@on_ranks(2)
+def test_a_reducer_closed_during_a_backward(route, how):
     """A thread would wait for ever, or write into memory that is gone, where another closes its reducer."""
-    for messages in ranks(2).run(closed_meanwhile, route, how):
-        # A gradient has nowhere to go then, but for that of code outside of graphs, which stays with its parameter.
-        assert messages or route == "autograd"
-        assert [message for message in messages if "destroyed" not in message] == []
+    messages = {message for _ in range(10) for message in _closed_once(route, how)}
+    # A gradient has nowhere to go then, but for that of code outside of graphs, which stays with its parameter.
+    assert messages or route == "autograd"
+    assert [message for message in messages if "destroyed" not in message] == []
 
 
 def calls_of(registered):
@@ -273,11 +198,10 @@ def calls_of(registered):
     }
 
 
-def call_while_the_reducer_waits(name):
-    """One thread waits in the reducer for the other rank, and holds the mutex. Another one makes the call.
-
-    Meanwhile this thread lets the other rank go on, which is possible only if no thread has kept the interpreter.
-    """
+@pytest.mark.parametrize("name", ["operator", "generated code", "accumulation", "method"])
+@on_ranks(2, timeout=120)
+def test_who_waits_for_the_reducer_does_not_hold_the_interpreter(name):
+    """The thread that has the reducer could not go on if it needs the interpreter: counters() and checkpoints do."""
     store, key, right = new_store(), "go on", []
     (group,) = together(1)
     registered = Registered(group, count=2)
@@ -288,6 +212,8 @@ def call_while_the_reducer_waits(name):
         store.wait([key], datetime.timedelta(seconds=30))
         right.append(registered.finish(3.0))
     else:
+        # One thread waits in the reducer for the other rank, and holds the mutex. Another one makes the call. This
+        # thread lets the other rank go on, which is possible only if no thread has kept the interpreter.
         call = calls_of(registered)[name]
         threads = [
             threading.Thread(target=lambda: right.append(registered.finish(3.0))),
@@ -300,10 +226,4 @@ def call_while_the_reducer_waits(name):
         for thread in threads:
             thread.join()
     registered.reducer.close()
-    return right == [True]
-
-
-@pytest.mark.parametrize("name", ["operator", "generated code", "accumulation", "method"])
-def test_who_waits_for_the_reducer_does_not_hold_the_interpreter(ranks, name):
-    """The thread that has the reducer could not go on if it needs the interpreter: counters() and checkpoints do."""
-    assert ranks(2).run(call_while_the_reducer_waits, name, timeout=120) == [True, True]
+    assert right == [True]

@@ -77,12 +77,13 @@ def products(counter):
     [
         ({}, False, None, lambda shape: 0),
         ({"tie_word_embeddings": True}, False, None, lambda shape: 0),
+        ({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}, False, None, lambda shape: 0),
         # What is computed again is no use of the device, so it does not count.
         ({}, True, None, computed_again),
         # Nothing is trained before the first block.
         ({}, False, 4, gradients_of_the_first_input),
     ],
-    ids=["plain", "tied", "checkpointed", "lora"],
+    ids=["plain", "tied", "experts", "checkpointed", "lora"],
 )
 def test_operations_of_a_token(package, changed, checkpoint, lora, apart):
     """The formula would count other products than a forward and a backward compute.
@@ -95,6 +96,8 @@ def test_operations_of_a_token(package, changed, checkpoint, lora, apart):
     shape = dataclasses.replace(workload.SHAPES["tiny"], **changed)
     model = workload.build_model(shape, torch.float32, "cpu", checkpoint)
     model.set_attn_implementation("eager")
+    if shape.num_experts:
+        model.set_experts_implementation("eager")
     if lora:
         workload.add_adapters(model, lora)
     ids = torch.zeros(1, SEQ, dtype=torch.long)
@@ -274,7 +277,7 @@ def test_a_run_that_fails_loses_no_other(package, monkeypatch, tmp_path):
 def test_what_the_readme_compares(package, monkeypatch):
     """The command of README.md's table would leave out a mode of FSDP2, or run a system that nobody asked for."""
     compare = package("compare")
-    fork, fsdp2 = "fork, gather overlapped", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
+    fork, fsdp2 = "fork", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
     expected = [fork, f"{fork}, remainders", "fork, sharded", "fork, sharded, remainders", *fsdp2, "base"]
     assert compare.default_systems("plain", ["0", "1"], []) == expected
     monkeypatch.setattr(sys, "argv", ["compare", "--cases", "plain", "checkpoint", "--", "--adam", "fused"])

@@ -90,11 +90,11 @@ def harmless():
 
 @functools.cache
 def marked():
-    """Returns the names of the options that marks of tests have."""
+    """Returns the names of the options that marks of tests and of files have."""
     marks = [
         mark
         for path in sorted(TESTS.rglob("test_*.py"))
-        for mark in re.findall(r"(?ms)^@(pytest\.mark\.options\(.*?\))$", path.read_text())
+        for mark in re.findall(r"(?ms)^(?:@|pytestmark = )(pytest\.mark\.options\(.*?\))$", path.read_text())
     ]
     return {ast.literal_eval(name) for mark in marks for name in ast.parse(mark, mode="eval").body.args}
 

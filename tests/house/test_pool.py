@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from support import pool
+from support.on_ranks import gathered, on_ranks
 
 
 def test_a_rank_that_does_not_start_is_named(monkeypatch):
@@ -35,3 +36,31 @@ def test_a_rank_that_waits_for_one_that_failed(ranks):
     with pytest.raises(pool.RankFailed, match="(?s)rank 0 gave no answer.*rank 1 raised:.*ValueError: of rank 1"):
         pair.run(raise_on_the_second_rank)
     assert time.monotonic() - began < 60
+
+
+@on_ranks(2)
+def test_ranks_see_each_other():
+    """A test that runs on one rank alone would compare it with itself."""
+    assert gathered(dist.get_rank()) == [0, 1]
+
+
+@on_ranks(2)
+def fails_on_the_second_rank(value):
+    assert dist.get_rank() == value
+
+
+@on_ranks(2)
+def skips(rank):
+    if dist.get_rank() == rank or rank is None:
+        pytest.skip("no reason")
+
+
+@pytest.mark.slow
+def test_what_fails_on_a_rank(ranks):
+    """Who reads the log would not see the values of an assertion that fails on a rank."""
+    with pytest.raises(pool.RankFailed, match="(?s)^rank 1 raised:.*assert 1 == 0.* where 1 = <function get_rank"):
+        fails_on_the_second_rank(ranks=ranks, value=0)
+    with pytest.raises(pytest.skip.Exception, match="no reason"):
+        skips(ranks=ranks, rank=None)
+    with pytest.raises(AssertionError, match=r"some ranks alone skipped the test: \[None, 'no reason'\]"):
+        skips(ranks=ranks, rank=1)

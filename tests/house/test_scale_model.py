@@ -154,7 +154,7 @@ def test_choices_never_cost_more_than_before(package, qwen3, latency):
     case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster(latency=latency)
     gained = {}
     for ranks in scale.RANKS:
-        now, before = (scale.SYSTEMS[name](case, cluster, ranks) for name in ("fork, gather overlapped", OVERLAPPED))
+        now, before = (scale.SYSTEMS[name](case, cluster, ranks) for name in ("fork", "fork before"))
         # A larger bucket is sent a little later.
         assert now.exposed <= before.exposed + 0.001, ranks
         gained[ranks] = before.exposed - now.exposed
@@ -166,7 +166,7 @@ def test_a_step_waits_no_longer_than_one_of_fsdp2(package, qwen3, ranks):
     """The page would say so, and by the model it would not be so: for lack of larger buckets, or of a block kept."""
     scale = package("scale")
     case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster()
-    for ours, theirs in (("fork, gather overlapped", "FSDP2, kept"), ("fork, sharded", "FSDP2, resharded")):
+    for ours, theirs in (("fork", "FSDP2, kept"), ("fork, sharded", "FSDP2, resharded")):
         waits = [scale.SYSTEMS[name](case, cluster, ranks).exposed for name in (ours, theirs)]
         assert waits[0] <= waits[1], waits
 
@@ -177,9 +177,6 @@ def test_ranks_compare_by_a_tree(package):
     # 2 * (7 hops inside of nodes and 7 between them), by the constants of NCCL's tuning.cc for LL.
     assert cluster.compare(1024) == pytest.approx(6.8e-6 + 2 * (7 * 1.08e-6 + 7 * 5e-6))
     assert cluster.compare(2) == pytest.approx(6.6e-6 + 2 * 0.6e-6)
-
-
-OVERLAPPED = "fork before, gather overlapped"
 
 
 @pytest.mark.program("benchmarks")
@@ -197,3 +194,7 @@ def test_collectives_are_measured_and_compared(package, tmp_path):
         assert list(times) == ["2048", "4096", "8192"] and all(took > 0 for took in times.values())
     table = package("scale").fit(file, package("scale").Cluster())
     assert table.count("\n") == 1 + len(found["seconds"]) - 1, "all but the all-reduce, which nothing in a step uses"
+    # Where others use the machine, a larger message may seem to take no longer than a smaller one.
+    found["seconds"] = {name: dict.fromkeys(times, 1e-5) for name, times in found["seconds"].items()}
+    file.write_text(json.dumps(found))
+    assert package("scale").fit(file, package("scale").Cluster()).count("| - |") == len(found["seconds"]) - 1

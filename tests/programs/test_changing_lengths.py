@@ -95,13 +95,13 @@ def train(make, batches, options):
 
 @vary(
     "make, batches, options",
-    [
-        (BlocksWithin, ids_alone, KEPT),
-        pytest.param(BlocksWithin, ids_alone, {"regional_compilation": False}, marks=SLOW),
-        pytest.param(qwen3, padded, KEPT, marks=SLOW),
-        pytest.param(qwen3, packed, SHARDED, marks=SLOW),
-        pytest.param(checkpointed_qwen3, packed, KEPT, marks=SLOW),
-        pytest.param(checkpointed_qwen3, padded, SHARDED, marks=SLOW),
+    [(BlocksWithin, ids_alone, KEPT)],
+    slow=[
+        (BlocksWithin, ids_alone, {"regional_compilation": False}),
+        (qwen3, padded, KEPT),
+        (qwen3, packed, SHARDED),
+        (checkpointed_qwen3, packed, KEPT),
+        (checkpointed_qwen3, padded, SHARDED),
     ],
 )
 def test_later_lengths_compile_nothing(ranks, make, batches, options):

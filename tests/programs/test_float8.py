@@ -8,7 +8,6 @@ GPUs with float8 run torchao's kernels. Elsewhere torchao emulates them: it mult
 import copy
 import dataclasses
 import importlib.util
-from typing import List, NamedTuple
 from unittest import mock
 
 import pytest
@@ -27,6 +26,7 @@ from support.beside import Beside, warnings_logged
 from support.checkpoints import EXACT
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, Model, qwen3_config
+from support.on_ranks import on_ranks
 from support.training import (
     BOUND,
     OVERLAPPED,
@@ -148,28 +148,6 @@ def train_batch(engine, ids):
     return loss.item()
 
 
-class Trained(NamedTuple):
-    """What came of an engine with DeepCompile, beside one without and a plain loop with compiled blocks.
-
-    Attributes:
-        losses: of each forward: of the engine, of the engine without DeepCompile, and of the plain loop.
-        error: how far the master parameters are from those of the engine without DeepCompile.
-        error_of_plain: how far they are from those of the plain loop, which is in fp32.
-        moved: how far training moved them.
-        from_graphs: how many gradients graphs reduced in the last backward.
-        converted: how many gradients are those of converted layers.
-        warnings: what the engine with DeepCompile warned of.
-    """
-
-    losses: List[List[float]]
-    error: float
-    error_of_plain: float
-    moved: float
-    from_graphs: int
-    converted: int
-    warnings: List[str]
-
-
 def check_parameters(module, engine, before):
     """Asserts that the parameters are those that the model had before it was converted, within the flat tensors.
 
@@ -189,7 +167,11 @@ def rounds_alike(case):
     return EXACT and case.backend == "eager" and case.dtype == "fp32" and case.config in (None, OVERLAPPED)
 
 
-def train(model, recipe, case, which=no_head_nor_adapter):
+def check(model, recipe, case, which=no_head_nor_adapter):
+    """Trains with DeepCompile, beside an engine without it, and beside a plain loop in fp32 with compiled blocks.
+
+    Returns what the engine with DeepCompile warned of.
+    """
     torch._dynamo.reset()
     module = build(model)
     before = dict(module.named_parameters())
@@ -221,63 +203,51 @@ def train(model, recipe, case, which=no_head_nor_adapter):
                 way.train()
     wait_for_parameters(engine)
     check_parameters(module, engine, before)
-    trained, distance = masters(module), relative_error if rounds_alike(case) else total_error
     converted = [layer for layer in module.modules() if type(layer).__name__ == "Float8Linear"]
     assert converted
-    result = Trained(
-        losses=losses,
-        error=distance(trained, masters(without)),
-        error_of_plain=distance(trained, trained_in(plain).values()),
-        moved=total_error(trained, trained_in(initial).values()),
-        from_graphs=gradient_counters(engine)["from_graphs"],
-        converted=sum(parameter.requires_grad for layer in converted for parameter in layer.parameters()),
-        warnings=[text for text in warnings if "chunked" in text],
-    )
+    # Of the last backward.
+    from_graphs = gradient_counters(engine)["from_graphs"]
+    of_converted = sum(parameter.requires_grad for layer in converted for parameter in layer.parameters())
+    trained, distance = masters(module), relative_error if rounds_alike(case) else total_error
+    error, error_of_plain = distance(trained, masters(without)), distance(trained, trained_in(plain).values())
+    moved = total_error(trained, trained_in(initial).values())
     engine.destroy()
     uncompiled.destroy()
-    return result
-
-
-def check(results, case):
-    for result in results:
-        assert result.moved > 1e-2, "the parameters hardly changed, so agreement shows nothing"
-        bound = BOUND if rounds_alike(case) else CLOSE * result.moved
-        assert max(result.error, result.error_of_plain) < bound, result
-        # With sharded parameters even sums are those of the engine without DeepCompile.
-        assert case.config != SHARDED or not EXACT or result.error < BOUND
-        for loss, *others in result.losses:
-            assert others == pytest.approx([loss] * len(others), rel=1e-2)
-        assert result.from_graphs >= max(result.converted, 1)
+    assert moved > 1e-2, "the parameters hardly changed, so agreement shows nothing"
+    bound = BOUND if rounds_alike(case) else CLOSE * moved
+    assert max(error, error_of_plain) < bound, (error, error_of_plain, moved)
+    # With sharded parameters even sums are those of the engine without DeepCompile.
+    assert case.config != SHARDED or not EXACT or error < BOUND
+    for loss, *others in losses:
+        assert others == pytest.approx([loss] * len(others), rel=1e-2)
+    assert from_graphs >= max(of_converted, 1)
+    return warnings
 
 
 @pytest.mark.table
 @vary(
     "world, recipe, model, stage, accumulation, varied",
-    [
-        (1, "tensorwise", "OwnModel", 1, 1, {"steps": 2}),
-        *(
-            pytest.param(2, *values, marks=pytest.mark.slow)
-            for values in (
-                ("tensorwise", "OwnModel", 1, 3, {}),
-                ("rowwise", "OneGraph", 2, 1, {}),
-                ("rowwise_with_gw_hp", "Qwen3", 1, 2, {"config": OVERLAPPED}),
-                ("rowwise", "CheckpointedQwen3", 2, 2, {}),
-                ("rowwise", "CheckpointedQwen3", 2, 1, {"config": SHARDED}),
-                ("tensorwise", "AdaptedQwen3", 1, 2, {"config": SHARDED}),
-                ("tensorwise", "CheckpointedQwen3", 1, 1, {"dtype": "bf16"}),
-                ("tensorwise", "AdaptedQwen3", 1, 2, {}),
-                ("rowwise", "Qwen3", 1, 1, {"config": AUTOCAST}),
-                ("tensorwise", "Qwen3", 2, 1, {"backend": "inductor"}),
-                ("rowwise", "OwnModel", 1, 2, {"backend": "inductor", "dtype": "bf16"}),
-            )
-        ),
-    ],
+    [(1, "tensorwise", "OwnModel", 1, 1, {"steps": 2})],
     expects="world",
+    slow=[
+        (2, "tensorwise", "OwnModel", 1, 3, {}),
+        (2, "rowwise", "OneGraph", 2, 1, {}),
+        (2, "rowwise_with_gw_hp", "Qwen3", 1, 2, {"config": OVERLAPPED}),
+        (2, "rowwise", "CheckpointedQwen3", 2, 2, {}),
+        (2, "rowwise", "CheckpointedQwen3", 2, 1, {"config": SHARDED}),
+        (2, "tensorwise", "AdaptedQwen3", 1, 2, {"config": SHARDED}),
+        (2, "tensorwise", "CheckpointedQwen3", 1, 1, {"dtype": "bf16"}),
+        (2, "tensorwise", "AdaptedQwen3", 1, 2, {}),
+        (2, "rowwise", "Qwen3", 1, 1, {"config": AUTOCAST}),
+        (2, "tensorwise", "Qwen3", 2, 1, {"backend": "inductor"}),
+        (2, "rowwise", "OwnModel", 1, 2, {"backend": "inductor", "dtype": "bf16"}),
+    ],
 )
-def test_trains_as_without_deepcompile(ranks, world, recipe, model, stage, accumulation, varied):
+@on_ranks("world")
+def test_trains_as_without_deepcompile(world, recipe, model, stage, accumulation, varied):
     """A weight in float8 would be taken for a parameter, or its gradient be reduced in float8 and not in its own."""
     case = Case(stage=stage, accumulation=accumulation, adam=model == "AdaptedQwen3", **varied)
-    check(ranks(world).run(train, model, recipe, case), case)
+    check(model, recipe, case)
 
 
 # A small model, and one of transformers.
@@ -286,17 +256,21 @@ BOTH = ["OwnModel", pytest.param("Qwen3", marks=pytest.mark.slow)]
 
 @vary("model", BOTH)
 @vary("which", [no_head_nor_adapter, everything])
-def test_loss_in_chunks_where_the_head_is_left_out(ranks, which, model):
+@on_ranks(1)
+def test_loss_in_chunks_where_the_head_is_left_out(which, model):
     """A head that multiplies in float8 would be computed in chunks, which multiply in full precision."""
-    case = Case(config=CHUNKED)
-    results = ranks(1).run(train, model, "tensorwise", case, which)
-    check(results, case)
+    warnings = check(model, "tensorwise", Case(config=CHUNKED), which)
     # A head in float8 is not computed in chunks, and a warning says so.
-    assert any(result.warnings for result in results) == (which is everything), results
+    assert any("chunked" in text for text in warnings) == (which is everything), warnings
 
 
-def parts_kept(model, recipe):
-    """Lists the shapes of float8 tensors that forwards keep for their backward, of graphs with kernels for float8."""
+@vary("recipe", RECIPES)
+@vary("model", ["OneGraph"], slow=["Qwen3"])
+@on_ranks(1)
+def test_forward_keeps_no_copy_of_a_weight(model, recipe):
+    """A copy of a weight in float8, which is smaller, would be kept for the backward though the weight stays too."""
+    if recipe != "tensorwise" and not torch.cuda.is_available() and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("torch before 2.13 multiplies in float8 on a CPU with one scale for a tensor only")
     kept, split = [], split_file.split_joint
 
     def recording(*args, **kwargs):
@@ -309,22 +283,18 @@ def parts_kept(model, recipe):
     with mock.patch.object(split_file, "split_joint", recording):
         train_batch(engine, batch(0, 0, dist.get_rank(), 8 * LENGTH))
     engine.destroy()
-    return kept
-
-
-@vary("recipe", RECIPES)
-@vary("model", ["OneGraph", pytest.param("Qwen3", marks=pytest.mark.slow)])
-def test_forward_keeps_no_copy_of_a_weight(ranks, model, recipe):
-    """A copy of a weight in float8, which is smaller, would be kept for the backward though the weight stays too."""
-    if recipe != "tensorwise" and not torch.cuda.is_available() and TorchVersion(torch.__version__) < "2.13":
-        pytest.skip("torch before 2.13 multiplies in float8 on a CPU with one scale for a tensor only")
-    (kept,) = ranks(1).run(parts_kept, model, recipe)
+    # Of float8 tensors, of graphs with kernels for float8.
     assert all(2 * 8 * LENGTH in shape for shape in kept), kept
     assert bool(kept) == (recipe != "rowwise_with_gw_hp")
 
 
-def train_and_resume(model, recipe, case, folder):
-    """Trains, saves, and goes on with the same engine, with a new one, and with one whose layers are not converted."""
+@vary("recipe, dtype", [("tensorwise", "fp32"), ("rowwise", "bf16"), ("rowwise_with_gw_hp", "fp32")])
+@vary("model", BOTH)
+@vary("stage", [1, 2])
+@on_ranks(1)
+def test_resumes(tmp_path, stage, model, recipe, dtype):
+    """A checkpoint would have weights in float8, or be one that only a model with converted layers can load."""
+    case, folder = Case(stage=stage, dtype=dtype, adam=True), str(tmp_path)
 
     def start():
         torch._dynamo.reset()
@@ -343,35 +313,22 @@ def train_and_resume(model, recipe, case, folder):
     for resumed in (start(), make_engine(build(model), case)):
         resumed.load_checkpoint(folder, tag="saved")
         ways.append(go_on(resumed))
-    return ways
-
-
-@vary("recipe, dtype", [("tensorwise", "fp32"), ("rowwise", "bf16"), ("rowwise_with_gw_hp", "fp32")])
-@vary("model", BOTH)
-@vary("stage", [1, 2])
-def test_resumes(ranks, tmp_path, stage, model, recipe, dtype):
-    """A checkpoint would have weights in float8, or be one that only a model with converted layers can load."""
-    case = Case(stage=stage, dtype=dtype, adam=True)
-    ((going_on, resumed, without),) = ranks(1).run(train_and_resume, model, recipe, case, str(tmp_path))
+    # The same engine, a new one, and one whose layers are not converted.
+    going_on, resumed, without = ways
     assert resumed == (going_on if EXACT else pytest.approx(going_on, rel=1e-2))
     # A checkpoint does not say that layers multiply in float8.
     assert without == pytest.approx(going_on, rel=2e-2)
 
 
-def convert_later(model, step_of_conversion):
-    """Converts the layers of an engine between steps."""
+@vary("model", BOTH)
+@vary("step_of_conversion", [0, 2])
+@on_ranks(1)
+def test_converted_when_the_engine_is_there(step_of_conversion, model):
+    """The graph of a layer that was not yet converted would go on to run, or the new layer's gradient be lost."""
     pair = Beside(build(model), Case())
     for step in range(3):
         if step == step_of_conversion:
             convert(pair.module, "tensorwise")
             convert(pair.plain, "tensorwise")
         pair.step(batch(step, 0, dist.get_rank(), LENGTH))
-    return pair.end()
-
-
-@vary("model", BOTH)
-@vary("step_of_conversion", [0, 2])
-def test_converted_when_the_engine_is_there(ranks, step_of_conversion, model):
-    """The graph of a layer that was not yet converted would go on to run, or the new layer's gradient be lost."""
-    (outcome,) = ranks(1).run(convert_later, model, step_of_conversion)
-    assert outcome.total_error < (BOUND if EXACT else CLOSE)
+    assert pair.end().total_error < (BOUND if EXACT else CLOSE)

@@ -48,6 +48,7 @@ from support.front_doors import (
 )
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.parameter_gather import one_rank_late
 from support.training import BOUND, compile_backend, device, relative_error
 
@@ -561,36 +562,6 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert not told
 
 
-def whole_and_sharded(case):
-    """Runs the program of a case with whole parameters, as the case has them, and from the second run's checkpoint.
-
-    Returns the runs' records, and on the first rank for each run with sharded ones the names of weights in its files
-    that differ from those of whole ones. Lightning saves the last checkpoint of a run that resumes in another file.
-    """
-    cases = [
-        # Sharding makes blocks graphs, which add gradients up in another order than one graph does.
-        dataclasses.replace(case, blocks=True, exports=True, shards=shards, folder=os.path.join(case.folder, name))
-        for name, shards in (("whole", ""), ("sharded", case.shards))
-    ]
-    records = [run(cases[0], resumes=False), run(cases[1], resumes=False)]
-    dist.barrier()
-    # Before the next run writes them.
-    found = [weights_below(case.folder) for case in cases] if dist.get_rank() == 0 else []
-    dist.barrier()
-    records.append(run(cases[1], resumes=True))
-    dist.barrier()
-    if dist.get_rank() > 0:
-        return records, None
-    found.append(weights_below(cases[1].folder))
-    assert found[0], "nothing was saved"
-    # Trainers save from the GPU or from the host.
-    found = [{name: value.cpu() for name, value in weights.items()} for weights in found]
-    wrong = [
-        [name for name, value in found[0].items() if not torch.equal(value, weights[name])] for weights in found[1:]
-    ]
-    return records, wrong
-
-
 def weights_below(folder):
     """Returns the tensors of all files of weights below a folder, by file and name."""
     from safetensors.torch import load_file
@@ -627,17 +598,35 @@ def weights_below(folder):
         ("GRPOTrainer with LoRA", 2, "frozen"),
     ],
 )
-def test_sharded_parameters_train_and_save_alike(ranks, tmp_path, door, stage, shards):
+@on_ranks(2)
+def test_sharded_parameters_train_and_save_alike(tmp_path, door, stage, shards):
     """A trainer that reads parameters between two steps, as where it saves weights, would find nothing there."""
     for package in packages(door):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    results = ranks(2).run(whole_and_sharded, Case(door, str(tmp_path), stage, shards=shards))
-    assert [wrong for _, wrong in results] == [[[], []], None]
-    for (whole, sharded, resumed), _ in results:
-        assert whole.losses == sharded.losses and whole.evaluations == sharded.evaluations
-        assert len(sharded.losses) == STEPS
-        assert resumed.losses == sharded.losses[HALF:]
-        assert resumed.evaluations == sharded.evaluations[1:]
+    cases = [
+        # Sharding makes blocks graphs, which add gradients up in another order than one graph does.
+        Case(door, str(tmp_path / name), stage, blocks=True, exports=True, shards=given)
+        for name, given in (("whole", ""), ("sharded", shards))
+    ]
+    whole, sharded = (run(case, resumes=False) for case in cases)
+    dist.barrier()
+    # Before the next run writes them.
+    found = [weights_below(case.folder) for case in cases] if dist.get_rank() == 0 else []
+    dist.barrier()
+    resumed = run(cases[1], resumes=True)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        found.append(weights_below(cases[1].folder))
+        assert found[0], "nothing was saved"
+        # Trainers save from the GPU or from the host.
+        expected, *others = ({name: value.cpu() for name, value in weights.items()} for weights in found)
+        # Lightning saves the last checkpoint of a run that resumes in another file.
+        wrong = [[name for name in expected if not torch.equal(expected[name], weights[name])] for weights in others]
+        assert wrong == [[], []]
+    assert whole.losses == sharded.losses and whole.evaluations == sharded.evaluations
+    assert len(sharded.losses) == STEPS
+    assert resumed.losses == sharded.losses[HALF:]
+    assert resumed.evaluations == sharded.evaluations[1:]
 
 
 def read_by_callbacks(case):
@@ -666,8 +655,8 @@ def read_by_callbacks(case):
         outcome = dpo(case, False, [lambda _: average, Saves], sync_ref_model=True, ref_model_sync_steps=3)
         (reference,) = outcome.others
         of_models = (("reference", reference.module), ("average", average.running_model))
-        found = {f"{of}: {name}": each for of, model in of_models for name, each in model.named_parameters()}
-        found = {name: each.detach().clone() for name, each in found.items()}
+        found = {f"{of}: {name}": parameter for of, model in of_models for name, parameter in model.named_parameters()}
+        found = {name: parameter.detach().clone() for name, parameter in found.items()}
         for engine in (outcome.engine, reference):
             engine.destroy()
     dist.barrier()
@@ -680,7 +669,9 @@ def read_by_grpo(case):
     with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
         outcome = grpo(case, False, settings=following)
         (reference,) = outcome.others
-        found = {f"reference: {name}": each.detach().clone() for name, each in reference.module.named_parameters()}
+        found = {
+            f"reference: {name}": parameter.detach().clone() for name, parameter in reference.module.named_parameters()
+        }
         for engine in (outcome.engine, reference):
             engine.destroy()
     return found, len(waited)
@@ -697,19 +688,10 @@ def read_by_lightning(case):
     with process_as_it_was(), compile_backend(case.backend), one_rank_late(0.1) as waited:
         outcome = lightning_trainer(case, False, [average])
         means = average._average_model.module.named_parameters()
-        found = {f"average: {name}": each.detach().clone() for name, each in means}
+        found = {f"average: {name}": parameter.detach().clone() for name, parameter in means}
         outcome.engine.destroy()
     dist.barrier()
     return {**found, "evaluations": torch.tensor(outcome.evaluations)}, len(waited)
-
-
-def read_beside_plain(case, read):
-    """Returns by name how far what callbacks read is from what they read without DeepCompile."""
-    found, waited = read(case)
-    off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
-    expected, _ = read(off)
-    assert found.keys() == expected.keys()
-    return {name: relative_error([each], [expected[name]]) for name, each in found.items()}, waited
 
 
 # Who reads, and the names of what is read.
@@ -722,15 +704,19 @@ READERS = {
 
 @pytest.mark.slow
 @vary("door, shards", itertools.product(READERS, ["", "all"]))
-def test_callbacks_read_what_was_stepped(ranks, tmp_path, door, shards):
+@on_ranks(2)
+def test_callbacks_read_what_was_stepped(tmp_path, door, shards):
     """A callback would read what was there before the step on a rank that waits for another one, or nothing."""
     for package in packages(door):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     read, names = READERS[door]
-    for errors, waited in ranks(2).run(read_beside_plain, Case(door, str(tmp_path), shards=shards), read):
-        assert {name.split(":")[0] for name in errors} == names
-        assert max(errors.values()) < BOUND, errors
-        assert shards or waited
+    case = Case(door, str(tmp_path), shards=shards)
+    found, waited = read(case)
+    expected, _ = read(dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off")))
+    errors = {name: relative_error([values], [expected[name]]) for name, values in found.items()}
+    assert found.keys() == expected.keys() and {name.split(":")[0] for name in found} == names
+    assert max(errors.values()) < BOUND, errors
+    assert shards or waited
 
 
 @pytest.mark.slow

@@ -246,10 +246,10 @@ def train_off_and_on(name, options, backend="eager", tiles=0):
 
 @vary(
     "name, options",
-    [
-        *((name, KEPT) for name in ("none", "DeepSpeed-non-reentrant", "DeepSpeed-context")),
-        *(pytest.param(name, KEPT, marks=SLOW) for name in ("transformers", "torch", "DeepSpeed-reentrant", "TRL")),
-        *(pytest.param(name, SHARDED, marks=SLOW) for name in WAYS),
+    [(name, KEPT) for name in ("none", "DeepSpeed-non-reentrant", "DeepSpeed-context")],
+    slow=[
+        *((name, KEPT) for name in ("transformers", "torch", "DeepSpeed-reentrant", "TRL")),
+        *((name, SHARDED) for name in WAYS),
     ],
 )
 def test_inputs_of_checkpointed_blocks_on_the_host(ranks, name, options):
@@ -294,7 +294,7 @@ def train_tiled(options):
     return total_error(values, off), from_graphs, breaks
 
 
-@vary("options", [KEPT, pytest.param(SHARDED, marks=SLOW)])
+@vary("options", [KEPT], slow=[SHARDED])
 def test_tiles_of_mlps(ranks, options):
     """Only the first tile's gradient would be reduced, or Dynamo would compile what saves handles of parameters."""
     for error, from_graphs, breaks in ranks(world_of(options)).run(train_tiled, options):
@@ -309,14 +309,7 @@ def train_with_loss_in_tiles(options, backend):
     return total_error(values, off), from_graphs
 
 
-@vary(
-    "options, backend",
-    [
-        (KEPT, "eager"),
-        pytest.param(SHARDED, "eager", marks=SLOW),
-        pytest.param(SHARDED, "inductor", marks=SLOW),
-    ],
-)
+@vary("options, backend", [(KEPT, "eager")], slow=[(SHARDED, "eager"), (SHARDED, "inductor")])
 def test_loss_in_tiles(ranks, options, backend):
     """Only the last tile's gradient of the head would be reduced, or that of the layers would be lost."""
     for error, from_graphs in ranks(world_of(options)).run(train_with_loss_in_tiles, options, backend):

@@ -26,6 +26,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.ids import case_ids, vary
 from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
+from support.on_ranks import on_ranks
 from support.optimizers import Momentum
 from support.tables import OPTIMIZER
 from support.training import (
@@ -287,15 +288,17 @@ UNCUT = {
 }
 
 
-class Uncuttable(NamedTuple):
-    error: float  # beside a plain loop whose optimizer has even shards
-    kinds: List[str]  # of the states that cannot be cut
-    said: List[str]  # when somebody reads one of them
-    counts: List[float]  # what somebody reads of another state
+@vary("stage", [1, 2])
+@pytest.mark.parametrize("name", UNCUT)
+@on_ranks(2)
+def test_states_that_cannot_be_cut(name, stage):
+    """Linking parameters with a state that cannot be cut there would raise in the first step.
 
-
-def states_that_cannot_be_cut(name, stage):
+    Such states stay whole. Whoever reads one is told that it is not found; others can be read.
+    """
     known, uncut, other = UNCUT[name]
+    if known.version is None:
+        pytest.skip(f"{known.package} is not installed")
     said, counts = set(), set()
     with as_traced(True):
         expected = train_by_shards(known, Layers(*ODD).to(device()), 1, 3)
@@ -315,34 +318,19 @@ def states_that_cannot_be_cut(name, stage):
             counts.update(safe_get_full_optimizer_state(parameter, other).unique().tolist())
     kinds = {type(state[uncut]).__name__ for state in engine.optimizer.optimizer.state.values()}
     engine.destroy()
-    return Uncuttable(total_error(masters, expected), [*kinds], [*said], [*counts])
+    assert total_error(masters, expected) < BOUND
+    assert kinds == {"OptimState8bit" if known.package == "torchao" else "Uncut"}
+    assert said == {f"{uncut} not found in optimizer state fragment"}
+    assert counts == ({3.0} if other else set())
 
 
-@vary("stage", [1, 2])
-@pytest.mark.parametrize("name", UNCUT)
-def test_states_that_cannot_be_cut(ranks, name, stage):
-    """Linking parameters with a state that cannot be cut there would raise in the first step.
+@on_ranks(2)
+def test_averages_of_schedulefree():
+    """The model would be evaluated with the parameters that are trained, and not with their averages.
 
-    Such states stay whole. Whoever reads one is told that it is not found; others can be read.
+    Its ``eval()`` turns master weights into averages, which ``update_lp_params()`` gives to the model.
     """
-    known, uncut, other = UNCUT[name]
-    if known.version is None:
-        pytest.skip(f"{known.package} is not installed")
-    for result in ranks(2).run(states_that_cannot_be_cut, name, stage):
-        assert result.error < BOUND and result.kinds == ["OptimState8bit" if known.package == "torchao" else "Uncut"]
-        assert result.said == [f"{uncut} not found in optimizer state fragment"]
-        assert result.counts == ([3.0] if other else [])
-
-
-class Averaged(NamedTuple):
-    """The errors of parameters beside a plain loop's."""
-
-    averages: float  # as they are evaluated
-    after: float  # when training went on
-    distance: float  # of the averages from the parameters that are trained
-
-
-def evaluate_averages():
+    pytest.importorskip("schedulefree")
     known = KNOWN["AdamWScheduleFree"]
     module, plain = Layers().to(device()), Layers().to(device())
     optimizers = [known.make(parameter_groups(model, known.groups)) for model in (module, plain)]
@@ -365,14 +353,4 @@ def evaluate_averages():
             engine.optimizer.update_lp_params()
     after = total_error(module.parameters(), plain.parameters())
     engine.destroy()
-    return Averaged(averages, after, distance)
-
-
-def test_averages_of_schedulefree(ranks):
-    """The model would be evaluated with the parameters that are trained, and not with their averages.
-
-    Its ``eval()`` turns master weights into averages, which ``update_lp_params()`` gives to the model.
-    """
-    pytest.importorskip("schedulefree")
-    for result in ranks(2).run(evaluate_averages):
-        assert max(result.averages, result.after) < BOUND and result.distance > 1e-3, result
+    assert max(averages, after) < BOUND and distance > 1e-3, (averages, after, distance)

@@ -18,6 +18,7 @@ from deepspeed.compile.zero_1_and_2.parameter.carrier import grouped
 
 from support.beside import Beside
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import (
     BOUND,
     OVERLAPPED,
@@ -106,11 +107,6 @@ def test_how_parameters_are_gathered(ranks, world, joined):
         assert sent.error < BOUND
 
 
-def train_with_choices(case, joined):
-    with chosen(100, joined):
-        return train_beside_plain_loop(case)
-
-
 @vary("joined", [2**17, 0])
 @vary(
     "varied",
@@ -122,13 +118,18 @@ def train_with_choices(case, joined):
     ],
 )
 @vary("world", WORLDS)
-def test_trained_as_a_plain_loop_whatever_is_chosen(ranks, world, varied, joined):
+@on_ranks("world")
+def test_trained_as_a_plain_loop_whatever_is_chosen(world, varied, joined):
     """A bucket or a unit of another size would be sent before it is complete."""
-    case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED, **varied)
-    check_trained(ranks(world).run(train_with_choices, case, joined))
+    with chosen(100, joined):
+        case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED, **varied)
+        check_trained([train_beside_plain_loop(case)])
 
 
-def raise_in_a_group():
+@pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="gloo has no groups of collectives")
+@on_ranks(2)
+def test_a_group_ends_where_a_collective_raises():
+    """Every later collective of the process would wait in a group that never ends."""
     ones = torch.ones(4, device=device())
     with pytest.raises(ValueError), grouped(dist.group.WORLD, device()) as works:
         works.append(dist.broadcast(ones, 0, async_op=True))
@@ -136,14 +137,7 @@ def raise_in_a_group():
     for work in works:
         work.wait()
     dist.all_reduce(ones)
-    return ones.tolist()
-
-
-@pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="gloo has no groups of collectives")
-def test_a_group_ends_where_a_collective_raises(ranks):
-    """Every later collective of the process would wait in a group that never ends."""
-    for ones in ranks(2).run(raise_in_a_group):
-        assert ones == [2.0] * 4
+    assert ones.tolist() == [2.0] * 4
 
 
 def test_choices_of_the_sizes_that_train():

@@ -19,6 +19,7 @@ from deepspeed.utils import groups
 from support.front_doors import LEARNING_RATE, LENGTH, VOCABULARY, make_rows, process_as_it_was
 from support.ids import vary
 from support.models import qwen3_config
+from support.on_ranks import on_ranks
 from support.training import device, forget_autocast
 
 transformers = pytest.importorskip("transformers", reason="pip install -r requirements/front_doors.txt")
@@ -125,51 +126,43 @@ def difference(some, others):
     return max(float((one - other).abs().max()) for one, other in zip(some, others, strict=True))
 
 
-def train_in_three_ways(split, heads_of_keys, **case):
-    """Returns how far off the run without DeepCompile, and the one of whole sequences, are from that with it."""
-    losses, values, counters = train(split, heads_of_keys, deepcompile=True, **case)
-    losses_off, off, _ = train(split, heads_of_keys, deepcompile=False, **{**case, "options": ()})
-    # Each rank's gather of the losses adds up gradients, which DeepSpeed does not divide by the ranks of a sequence.
-    whole = train_whole(heads_of_keys, scale=split)
-    return (
-        difference(values, off),
-        difference(values, whole),
-        max(map(abs, map(float.__sub__, losses, losses_off))),
-        counters["from_graphs"],
-    )
-
-
 @pytest.mark.options("sequence_parallel_size")
 @pytest.mark.follows("UlyssesSPAttentionHF.register_with_transformers() returns")
+@SLOW
 @vary(
     "world, heads_of_keys, case",
     [
         # One head of keys for two ranks, each of which gets a copy.
-        pytest.param(2, 1, {"stage": 1}, marks=SLOW),
-        pytest.param(2, 2, {"stage": 2, "options": SHARDED}, marks=SLOW),
-        pytest.param(2, 2, {"stage": 1, "backend": "inductor"}, marks=SLOW),
-        pytest.param(4, 2, {"stage": 1}, marks=SLOW),
-        pytest.param(4, 2, {"stage": 2}, marks=SLOW),
-        pytest.param(4, 1, {"stage": 2, "options": SHARDED}, marks=SLOW),
+        (2, 1, {"stage": 1}),
+        (2, 2, {"stage": 2, "options": SHARDED}),
+        (2, 2, {"stage": 1, "backend": "inductor"}),
+        (4, 2, {"stage": 1}),
+        (4, 2, {"stage": 2}),
+        (4, 1, {"stage": 2, "options": SHARDED}),
     ],
 )
-def test_sequences_lie_on_two_ranks(ranks, world, heads_of_keys, case):
+@on_ranks("world")
+def test_sequences_lie_on_two_ranks(world, heads_of_keys, case):
     """Gradients divided by all ranks, not by the number of sequences, would be half as large."""
-    for off, whole, losses, counted in ranks(world).run(train_in_three_ways, 2, heads_of_keys, **case):
-        assert off < 1e-5 and whole < 1e-4 and losses < 1e-5
-        assert counted > 0
-
-
-def pending(**config):
-    return train(2, 2, deepcompile=True, **config)[2]["peak_pending"]
+    losses, values, counters = train(2, heads_of_keys, deepcompile=True, **case)
+    losses_off, off, _ = train(2, heads_of_keys, deepcompile=False, **{**case, "options": ()})
+    # Each rank's gather of the losses adds up gradients, which DeepSpeed does not divide by the ranks of a sequence.
+    whole = train_whole(heads_of_keys, scale=2)
+    assert difference(values, off) < 1e-5 and difference(values, whole) < 1e-4
+    assert max(map(abs, map(float.__sub__, losses, losses_off))) < 1e-5
+    assert counters["from_graphs"] > 0
 
 
 @pytest.mark.options("seq_parallel_communication_data_type")
 @SLOW
-def test_format_of_gradients_of_sequences(ranks):
+@on_ranks(2)
+def test_format_of_gradients_of_sequences():
     """Gradients would be sent in another format than DeepSpeed's with sequences on several ranks."""
-    both = [ranks(2).run(pending, seq_parallel_communication_data_type=dtype) for dtype in ("fp32", "fp16")]
-    assert both[0] == [2 * peak for peak in both[1]] and both[1][0] > 0
+    whole, half = (
+        train(2, 2, deepcompile=True, seq_parallel_communication_data_type=dtype)[2]["peak_pending"]
+        for dtype in ("fp32", "fp16")
+    )
+    assert whole == 2 * half > 0
 
 
 def train_with_trainer(folder, deepcompile, options=()):
@@ -214,21 +207,17 @@ def train_with_trainer(folder, deepcompile, options=()):
     return losses, values
 
 
-def trainer_off_and_on(folder, options):
-    losses, values = train_with_trainer(folder, True, options)
-    losses_off, off = train_with_trainer(folder, False)
-    return losses, losses_off, difference(values, off)
-
-
 @pytest.mark.options("sequence_parallel_size")
 @SLOW
 @vary("options", [{}, SHARDED])
-def test_trainer_splits_sequences(ranks, tmp_path, options):
+@on_ranks(2)
+def test_trainer_splits_sequences(tmp_path, options):
     """A trainer makes the mpu and the loader itself, which an engine that compiles itself might not take."""
     pytest.importorskip("accelerate", reason="pip install -r requirements/front_doors.txt")
-    for losses, losses_off, apart in ranks(2).run(trainer_off_and_on, str(tmp_path), options):
-        assert losses == pytest.approx(losses_off, abs=1e-4) and losses[-1] < losses[0]
-        assert apart < 1e-3
+    losses, values = train_with_trainer(str(tmp_path), True, options)
+    losses_off, off = train_with_trainer(str(tmp_path), False)
+    assert losses == pytest.approx(losses_off, abs=1e-4) and losses[-1] < losses[0]
+    assert difference(values, off) < 1e-3
 
 
 def attend(query, key, value, *_):
@@ -278,11 +267,8 @@ def train_own_model(deepcompile):
     return values
 
 
-def own_model_off_and_on():
-    return difference(train_own_model(True), train_own_model(False))
-
-
 @SLOW
-def test_attention_of_a_model_of_ones_own(ranks):
+@on_ranks(2)
+def test_attention_of_a_model_of_ones_own():
     """With torch before 2.13, what lies before the exchange would get gradients of zero."""
-    assert max(ranks(2).run(own_model_off_and_on)) < 1e-5
+    assert difference(train_own_model(True), train_own_model(False)) < 1e-5

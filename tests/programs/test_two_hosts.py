@@ -13,7 +13,7 @@ from support.hosts import serve_ssh, two_hosts
 from support.training import BOUND, NOTHING, relative_error
 
 pytestmark = pytest.mark.program(
-    "deepspeed/compile/features/checkpoints/interrupted.py", "tests/support/hosts.py", "tests/support/on_hosts.py"
+    "deepspeed/compile/zero_1_and_2/engine/state.py", "tests/support/hosts.py", "tests/support/on_hosts.py"
 )
 
 PROGRAM = ("--module", "support.on_hosts")

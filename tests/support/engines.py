@@ -58,8 +58,3 @@ def check(results, cases):
     for result in results:
         for errors, case in zip(result, cases, strict=True):
             assert (errors.worst if case.dtype == "fp32" else errors.total) < CLOSE_TO_FP32[case.dtype]
-
-
-def check_one(results, case):
-    """Does the same where the result of a rank is the errors of one engine."""
-    check([[errors] for errors in results], [case])

@@ -4,6 +4,7 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -228,7 +229,7 @@ def again(self, x, skip):
     return Body.run(self, Body.run(self, x, skip), skip)
 
 
-def with_what_is_lent(self, x, skip):
+def with_external_views(self, x, skip):
     lent = []
     for block in self.blocks:
         x, view = block(x)
@@ -329,7 +330,7 @@ MODELS = {
     "from elsewhere": FromElsewhere,
     "casting": model_of(of_block=CastingAdapted),
     "trained head": TrainedHead,
-    "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
+    "lending": model_of(of_block=LendingAdapted, run=with_external_views),
     "itself": AroundItself,
 }
 
@@ -349,7 +350,13 @@ CHANGING = {"changing": model_of(of_block=ChangingAdapted), "by data": model_of(
 
 @contextlib.contextmanager
 def late(delay):
-    """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
+    """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else.
+
+    ``delay``: None changes nothing.
+    """
+    if delay is None:
+        yield
+        return
     send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
@@ -365,11 +372,11 @@ def late(delay):
         self.buffer.fill_(255)
         give_back(self)
 
-    unit.Unit._send, unit_memory.UnitMemory._give_back = send_late, spoil
-    try:
+    with (
+        mock.patch.object(unit.Unit, "_send", send_late),
+        mock.patch.object(unit_memory.UnitMemory, "_give_back", spoil),
+    ):
         yield
-    finally:
-        unit.Unit._send, unit_memory.UnitMemory._give_back = send, give_back
 
 
 def _received(of_unit):

@@ -60,7 +60,7 @@ def _values(case: Any, count: int) -> Sequence[Any]:
     return case if count > 1 else [case]
 
 
-def vary(names: str, cases: Iterable[Any], expects: str = "") -> pytest.MarkDecorator:
+def vary(names: str, cases: Iterable[Any], expects: str = "", slow: Iterable[Any] = ()) -> pytest.MarkDecorator:
     """``pytest.mark.parametrize`` with ids from :func:`case_id`.
 
     The ids of stacked decorators are joined from the lowest decorator up, so the stage is best varied by the lowest.
@@ -70,8 +70,11 @@ def vary(names: str, cases: Iterable[Any], expects: str = "") -> pytest.MarkDeco
         cases: for each case the value of the argument, or a tuple with one for each name, or either as
             ``pytest.param``.
         expects: those of the names that say what the test expects, and are not part of the ids.
+        slow: further cases, as values or tuples, which get the mark ``slow``.
     """
-    cases = list(cases)
+    separate = names.split(", ")
+    slow = [pytest.param(*_values(case, len(separate)), marks=pytest.mark.slow) for case in slow]
+    cases = [*cases, *slow]
     return pytest.mark.parametrize(names, cases, ids=case_ids(names, cases, expects))
 
 

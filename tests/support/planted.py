@@ -274,8 +274,8 @@ FAULTS = {
         ("features/muon/test_muon.py",),
     ),
     "step that an exception ended is forgotten": Fault(
-        FEATURES + "checkpoints/interrupted.py",
-        {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
+        CORE + "engine/state.py",
+        {'            self._interrupted = f"{type(error).__name__}: {error}"\n': ""},
         ("features/checkpoints/test_interrupted.py",),
     ),
     # A parameter ----------------------------------------------------------------------------------------------------
@@ -404,6 +404,16 @@ FAULTS = {
         "compile/fixes/base/schedulers.py",
         {"list(itertools.compress(entries, kept))": "list(entries)"},
         ("fixes/base/test_schedulers.py",),
+    ),
+    "latest names what other ranks still write": Fault(
+        "compile/fixes/base/whole_checkpoints.py",
+        {"        with every_rank_raises(purpose):\n            yield\n": "        yield\n"},
+        ("fixes/base/test_whole_checkpoints.py",),
+    ),
+    "earlier checkpoint of the same tag is lost": Fault(
+        "compile/fixes/base/checkpoint_files.py",
+        {'os.path.join(folder, f"unfinished_{name}.{rank}.tmp")': "path"},
+        ("fixes/base/test_whole_checkpoints.py",),
     ),
     "attention's backward without a workspace": Fault(
         "compile/tools/fits/liveness.py",

@@ -162,9 +162,9 @@ class Ranks:
     def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
 
-        ``function`` is importable under ``tests/``. When it begins, torch has compiled nothing and has the seed 0. A
-        rank that raises, dies or takes longer than ``timeout`` seconds fails the call and ends the processes; the next
-        call starts new ones.
+        ``function`` is importable under ``tests/``, or what ``on_ranks`` has made of a test. When it begins, torch has
+        compiled nothing and has the seed 0. A rank that raises, dies or takes longer than ``timeout`` seconds fails
+        the call and ends the processes; the next call starts new ones.
         """
         try:
             # When one rank failed, the others may wait for it.
@@ -242,9 +242,10 @@ def _serve(connection, settings, patience):
 
     import deepspeed
 
-    from support import graph_cache
+    from support import graph_cache, on_ranks
 
     graph_cache.install()
+    on_ranks.explain_assertions()
     # Modules stay, so that looking for garbage after each test does not have to look through them.
     gc.freeze()
     modules = len(sys.modules)
@@ -276,6 +277,7 @@ def _serve(connection, settings, patience):
         before = cpu_seconds()
         try:
             function = getattr(importlib.import_module(module), name)
+            function = getattr(function, "in_rank", function)
             # What this process has imported and still has to collect depends on which tests it ran before.
             before = cpu_seconds()
             answer = (True, function(*args, **kwargs))

@@ -66,7 +66,7 @@ def losses_of(engine, steps=3, forward=None, evaluate=None, skips=False):
 
 
 def parameters_at_rest(module):
-    return sum(isinstance(each, Resharded) for each in module.parameters())
+    return sum(isinstance(parameter, Resharded) for parameter in module.parameters())
 
 
 def units_at_rest(engine):
@@ -78,15 +78,11 @@ def end(engine, module=None):
     """Destroys an engine, whose module keeps its values. Returns those of ``module``, if it is given."""
     with unsharded_parameters(engine):
         parameters = module.parameters() if module is not None else ()
-        found = [each.clone() for each in plain_tensors(each.detach() for each in parameters)]
+        found = [tensor.clone() for tensor in plain_tensors(parameter.detach() for parameter in parameters)]
         engine.destroy()
     return found
 
 
-def same_bits(first, second):
-    """Says of each pair of tensors whether both have the same bits."""
-    return [torch.equal(*pair) for pair in zip(first, second, strict=True)]
-
-
 def same(first, second):
-    return all(same_bits(first, second))
+    """Says whether each pair of tensors has the same bits."""
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))

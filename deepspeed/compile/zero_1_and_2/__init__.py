@@ -5,11 +5,12 @@
 from typing import TYPE_CHECKING, Dict
 
 from .engine.state import state_of
+from .parameter.carrier import mapped_memory
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"]
+__all__ = ["gradient_counters", "mapped_memory", "reset_gradient_counters", "wait_for_parameters"]
 
 
 def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
@@ -48,11 +49,9 @@ def reset_gradient_counters(engine: "DeepSpeedEngine") -> None:
 
 
 def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
-    """Makes the current stream wait for every updated parameter of an engine.
+    """Makes the current stream wait for every updated parameter of an engine. The host does not wait for the device.
 
-    With ``overlap_param_gather``, the next forward begins while updated parameters are still being gathered. Then the
-    caller must call this function before it reads or writes parameters directly between ``engine.step()`` and the next
-    forward. Otherwise the function does nothing. The host does not wait for the device.
+    Code that uses a parameter waits by itself. ``docs/reference/options.md`` lists what does not.
     """
     deepcompile = state_of(engine)
     if deepcompile is not None:

@@ -3,14 +3,12 @@
 """Errors of collectives that name their purpose, and errors of one rank that all ranks raise."""
 
 import contextlib
-from typing import TYPE_CHECKING, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
+from torch.distributed import ProcessGroup
 
 from .gradient.native import reducer_module
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Texts in gloo's errors: the path of gloo's source, or the one message without it.
 _OF_GLOO = ("gloo/", "Application timeout caused pair closure")
@@ -38,7 +36,7 @@ def collective(purpose: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def every_rank_raises(purpose: str, group: "Optional[ProcessGroup]" = None) -> Iterator[None]:
+def every_rank_raises(purpose: str, group: Optional[ProcessGroup] = None) -> Iterator[None]:
     """Context at whose end all ranks of a group, or of the world, compare errors: if one raised, every rank raises.
 
     Otherwise the other ranks would wait for that rank in their next collective. The code within must not call a

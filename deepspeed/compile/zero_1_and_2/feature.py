@@ -17,7 +17,6 @@ from typing import (
     Any,
     Callable,
     Collection,
-    ContextManager,
     Dict,
     Iterable,
     Iterator,
@@ -192,9 +191,7 @@ class Feature:
     placement: Optional["Placement"] = None
     # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Whether ranks wait for each other while a backward runs, in another process group than the reducer's.
-    meets_in_backward = False
-    # A subclass of EvenOrder: the optimizer keeps its methods for good, once elements are in our order.
+    # The optimizer keeps the methods of this class for good, once elements are in our order.
     in_our_order: Optional[type] = None
     # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
@@ -204,11 +201,6 @@ class Feature:
         """Shards of parameters that neither the module nor the flat tensors hold, for pictures of memory."""
         return ()
 
-    @property
-    def uncounted_bytes(self) -> int:
-        """Bytes that this process holds on the device and torch's allocator does not count, for peaks and pictures."""
-        return 0
-
     def rules(self, others: List["Rule"]) -> List["Rule"]:
         """Returns the rules that step partitions, in the order in which they are asked. Called once, before
         :meth:`commit`.
@@ -217,13 +209,6 @@ class Feature:
         whole partition.
         """
         return others
-
-    def refuse(self) -> None:
-        """Called before a backward and before a step. Raises RuntimeError if the engine must not train."""
-
-    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
-        """Returns a context of the code of a step that changes parameters. ``engine``: None if it is gone."""
-        return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

@@ -75,7 +75,6 @@ class Layout:
 
     Attributes:
         places: the places of the parameters, in this order, without gaps but for the shards' padding.
-        world, rank: as above.
         partition_numel: elements of a partition, with padding.
     """
 

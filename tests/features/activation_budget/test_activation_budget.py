@@ -7,7 +7,6 @@ tests/core/test_randomness.py holds what is computed again to the random numbers
 
 import functools
 import operator
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -29,9 +28,11 @@ from support.cache_key import check_key_of_a_part
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, BlocksWithin, Body, OneGraph
+from support.on_ranks import on_ranks
 from support.options import ALSO_WARNED, SMALL, train_and_collect_output
 from support.training import BOUND, Case, batch, build
 
+pytestmark = pytest.mark.options("compile.activation_memory_budget")
 # So long that an activation of a block is larger than what else may come and go in a forward.
 LENGTH = 512
 SLACK = 16 * 1024
@@ -43,20 +44,14 @@ def case_of(budget, regional=None, **varied):
     return Case(**varied, config={"compile": options})
 
 
-class Kept(NamedTuple):
-    """What came of an engine that was trained beside a plain loop."""
-
-    bytes: int  # that the last forward left allocated
-    error: float  # of the parameters
-
-
-def train_in_turns(cases, torchs=1.0, compiled_by_caller=False):
-    """Engines of one process train step by step in turns; returns what each one kept.
+def kept_by(cases, torchs=1.0, compiled_by_caller=False):
+    """Trains engines step by step in turns, beside plain loops. Lists the bytes that each one's last forward kept.
 
     Args:
         torchs: the budget that torch is given for the whole process.
         compiled_by_caller: whether the blocks were compiled before their engine was made.
     """
+    # What a forward keeps does not depend on other ranks.
     kept = {}
     with functorch_config.patch(activation_memory_budget=torchs):
         loops = [_loop(case, compiled_by_caller) for case in cases]
@@ -70,7 +65,8 @@ def train_in_turns(cases, torchs=1.0, compiled_by_caller=False):
                 loop.engine.step()
                 loop.plain(ids).backward()
                 loop.step_plain()
-        return [Kept(kept[number], loop.end().error) for number, loop in enumerate(loops)]
+        assert all(loop.end().error < BOUND for loop in loops)
+    return [kept[number] for number in range(len(cases))]
 
 
 def _loop(case, compiled_by_caller):
@@ -81,15 +77,6 @@ def _loop(case, compiled_by_caller):
     return Beside(module, case, reset=False)
 
 
-def kept_by(ranks, cases, *how, **kwargs):
-    """Returns how many bytes the engines kept, after comparing their parameters with plain loops'."""
-    # What a forward keeps does not depend on other ranks.
-    (engines,) = ranks(1).run(train_in_turns, cases, *how, **kwargs)
-    assert all(kept.error < BOUND for kept in engines)
-    return [kept.bytes for kept in engines]
-
-
-@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "stage, backend, model, regional, compiled_by_caller",
     [
@@ -101,22 +88,23 @@ def kept_by(ranks, cases, *how, **kwargs):
         (2, "inductor", "BlocksWithin", None, False),
     ],
 )
-def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, compiled_by_caller):
+@on_ranks(1)
+def test_a_smaller_budget_keeps_less(stage, backend, model, regional, compiled_by_caller):
     """A budget that reaches no partitioner, or is rounded to 0 or 1, would change nothing in how graphs are split."""
     varied = {"stage": stage, "backend": backend, "model": model, "regional": regional}
     cases = [case_of(budget, **varied) for budget in (1, 0.5, 0)]
-    all_, half, none = kept_by(ranks, cases, compiled_by_caller=compiled_by_caller)
+    all_, half, none = kept_by(cases, compiled_by_caller=compiled_by_caller)
     # A hidden state is 32 KiB, and the 4x larger ones of a block, of which there are three, are the most of it.
     assert none + 128 * 1024 < half < all_ - 128 * 1024
 
 
-@pytest.mark.options("compile.activation_memory_budget")
 @vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
 @vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
-def test_within_checkpointed_layers(ranks, stage, backend, model):
+@on_ranks(1)
+def test_within_checkpointed_layers(stage, backend, model):
     """What a checkpoint wants computed again would be kept, or lost, where a budget splits the graph too."""
     cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
-    all_, half, none = kept_by(ranks, cases)
+    all_, half, none = kept_by(cases)
     # What else the process allocates differs by less than SLACK.
     assert none - SLACK < half < all_ + SLACK and none < all_ - SLACK
 
@@ -154,13 +142,6 @@ class NormsBatches(Block):
         return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-def train_what_changes(block, budget, regional, backend):
-    """Trains a model whose blocks change their buffers."""
-    module = OneGraph()
-    module.blocks = nn.ModuleList(block(8) for _ in range(2))
-    return train_for_three_steps(module, case_of(budget, regional, backend=backend))
-
-
 def train_for_three_steps(module, case):
     loop = Beside(module, case)
     for step in range(3):
@@ -168,7 +149,6 @@ def train_for_three_steps(module, case):
     return loop.end()
 
 
-@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "backend, regional",
     [
@@ -179,9 +159,12 @@ def train_for_three_steps(module, case):
 )
 @vary("budget", [None, 0.5, 0])
 @vary("block", [ChangesABuffer, NormsItsWeight, NormsBatches])
-def test_what_a_forward_changes_is_not_read_again(ranks, block, budget, backend, regional):
+@on_ranks(1)
+def test_what_a_forward_changes_is_not_read_again(block, budget, backend, regional):
     """A backward that computes an activation again from a changed buffer would have other gradients."""
-    check(ranks(1).run(train_what_changes, block, budget, regional, backend))
+    module = OneGraph()
+    module.blocks = nn.ModuleList(block(8) for _ in range(2))
+    check([train_for_three_steps(module, case_of(budget, regional, backend=backend))])
 
 
 class Scaled(Block):
@@ -215,23 +198,19 @@ class ChangedByOthers(OneGraph):
         return super().leave(x, ids)
 
 
-def train_changed_by_others(change, budget, regional, backend):
-    module = ChangedByOthers()
-    module.change = change
-    return train_for_three_steps(module, case_of(budget, regional, backend=backend))
-
-
-@pytest.mark.options("compile.activation_memory_budget")
 @vary(
     "backend, regional",
     [("eager", True), ("eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)],
 )
 @vary("budget", [0.5, 0])
 @vary("change", CHANGES)
-def test_a_buffer_that_others_change(ranks, change, budget, backend, regional):
+@on_ranks(1)
+def test_a_buffer_that_others_change(change, budget, backend, regional):
     """A backward would compute activations again from what other code has made of a buffer since, or raise."""
-    for outcome in check(ranks(1).run(train_changed_by_others, change, budget, regional, backend)):
-        assert outcome.from_graphs[0] > 0
+    module = ChangedByOthers()
+    module.change = change
+    (outcome,) = check([train_for_three_steps(module, case_of(budget, regional, backend=backend))])
+    assert outcome.from_graphs[0] > 0
 
 
 class AddsFirst(Block):
@@ -283,7 +262,6 @@ def train_with_changed_input(budget, body=ChangesAnInput):
     return end_or_error(loop)
 
 
-@pytest.mark.options("compile.activation_memory_budget")
 @pytest.mark.follows("if one was changed, change a copy of it, or set the option to null")
 def test_an_input_that_others_change(ranks):
     """Torch's error would not say that it is the budget that has the backward read an input, and what helps."""
@@ -315,12 +293,12 @@ def test_another_partitioner_of_torch(ranks):
     check(ranks(1).run(train_with_partitioner, partitioners.min_cut_rematerialization_partition))
 
 
-@pytest.mark.options("compile.activation_memory_budget")
 @vary("torchs", [1.0, 0.0])
-def test_each_engine_keeps_its_own(ranks, torchs):
+@on_ranks(1)
+def test_each_engine_keeps_its_own(torchs):
     """The budget of one engine would reach another, or one that has none would not keep what torch is told to."""
     cases = [case_of(budget, model="BlocksWithin") for budget in (0.0, 1.0, None)]
-    none, all_, torchs_own = kept_by(ranks, cases, torchs)
+    none, all_, torchs_own = kept_by(cases, torchs)
     assert none < all_ / 2
     assert abs(torchs_own - (all_ if torchs else none)) < SLACK
 
@@ -339,7 +317,6 @@ def test_the_key_of_torchs_caches_has_the_budget():
     assert len(set(keys)) == 4 and keys[2] == keys[4]
 
 
-@pytest.mark.options("compile.activation_memory_budget")
 def test_a_budget_of_what_is_not_compiled(ranks):
     """Nobody would be told that a budget has no effect, or every rank would say it."""
     case = case_of(0.5, model=SMALL, steps=1, compile_kwargs={"disable": True})

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regional compilation: how often blocks are compiled, what is in their graphs, and what becomes of them."""
 
-from typing import List, NamedTuple
 from unittest import mock
 
 import pytest
@@ -11,9 +10,10 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2.graph import backend
 
-from support.beside import Beside, Outcome, check
+from support.beside import Beside, check
 from support.ids import vary
 from support.models import Block, LossOfIds, Model, qwen3_config
+from support.on_ranks import on_ranks
 from support.training import REGIONAL, Case, batch, build
 
 
@@ -72,30 +72,25 @@ def test_layers_that_are_too_different(ranks):
     assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in raised
 
 
-def resets(case):
-    """Torch forgets what it has compiled before every step."""
+@on_ranks(1)
+def test_compilations_before_a_reset_do_not_count():
+    """An engine would go on uncompiled because compilations of graphs that are gone use up its limit."""
+    case = Case(config=REGIONAL)
     with torch._dynamo.config.patch(recompile_limit=1):
         pair = Beside(build(case), case)
         # Three blocks have a limit of three compilations together.
         for step in range(5):
             torch._dynamo.reset()
             pair.step(batch(step, 0, dist.get_rank(), 4))
-    return pair.end()
-
-
-def test_compilations_before_a_reset_do_not_count(ranks):
-    """An engine would go on uncompiled because compilations of graphs that are gone use up its limit."""
-    (result,) = check(ranks(1).run(resets, Case(config=REGIONAL)))
+    (result,) = check([pair.end()])
     assert result.from_graphs == [18] * 5
 
 
-class Attention(NamedTuple):
-    masks: List[str]  # of the attentions that were traced
-    outcome: Outcome
-
-
-def attention_of_qwen3(checkpoint):
-    """Trains a Qwen3 and records what its attentions are given for masks when they are traced."""
+@vary("checkpoint", [False, True])
+@on_ranks(1)
+def test_attention_stays_on_its_causal_path(checkpoint):
+    """A graph that serves all layers would give attention a mask, which it computes with slower kernels."""
+    pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
     from transformers import Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -114,15 +109,7 @@ def attention_of_qwen3(checkpoint):
         pair = Beside(LossOfIds(model), Case(config=REGIONAL))
         for step in range(2):
             pair.step(batch(step, 0, dist.get_rank(), 8))
-    return Attention(masks, pair.end())
-
-
-@vary("checkpoint", [False, True])
-def test_attention_stays_on_its_causal_path(ranks, checkpoint):
-    """A graph that serves all layers would give attention a mask, which it computes with slower kernels."""
-    pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
-    (seen,) = ranks(1).run(attention_of_qwen3, checkpoint)
     # One graph of both layers, traced once, in which attention is told "causal" rather than given a mask.
     # Checkpointing is around it, not in it, where it would be a graph within the graph.
-    assert seen.masks == ["None"]
-    check([seen.outcome])
+    assert masks == ["None"]
+    check([pair.end()])

@@ -4,7 +4,6 @@
 
 import functools
 import itertools
-from typing import Any, Dict, List, NamedTuple
 from unittest import mock
 
 import pytest
@@ -16,10 +15,11 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.graph import partitioner
 from deepspeed.compile.zero_1_and_2.graph.reductions import reduce_nodes
 
-from support.beside import Beside, Outcome, check, warnings_logged
+from support.beside import Beside, check, warnings_logged
 from support.ids import vary
 from support.lifetime import Raises
 from support.models import VOCABULARY, WITH_BLOCKS, Block, BlocksWithin, LossOfIds, Model
+from support.on_ranks import on_ranks
 from support.parameter_gather import Around
 from support.training import (
     BOUND,
@@ -71,15 +71,11 @@ def test_variations_with_blocks(ranks, stage, varied):
     check_by_graphs(ranks(2).run(train_beside_plain_loop, Case(stage=stage, config=REGIONAL, **varied)))
 
 
-class GraphsAndBuckets(NamedTuple):
-    graphs: List[int]  # the reductions of each backward graph
-    counters: Dict[str, Any]  # of the last backward
-    sent: List[int]  # the buckets that each backward sent
-    outcome: Outcome
-
-
 def graphs_and_buckets(case):
-    """Trains beside a plain loop for three steps, and records the backward graphs."""
+    """Trains beside a plain loop for three steps.
+
+    Returns how many reductions each backward graph has, and the counters of each step.
+    """
     graphs, counters, finish = [], [], partitioner.finish_backward_graph
 
     def recording(backward, *args):
@@ -91,87 +87,76 @@ def graphs_and_buckets(case):
         for step in range(3):
             pair.step(batch(step, 0, dist.get_rank(), 4))
             counters.append(gradient_counters(pair.engine))
-    return GraphsAndBuckets(graphs, counters[-1], [counter["buckets_sent"] for counter in counters], pair.end())
+    check([pair.end()])
+    return graphs, counters
 
 
-def test_one_graph_serves_all_layers(ranks):
+@on_ranks(2)
+def test_one_graph_serves_all_layers():
     """Each layer would be compiled by itself, or send a bucket that others could fill."""
-    for seen in ranks(2).run(graphs_and_buckets, Case(config=REGIONAL, bucket=10**6)):
-        check([seen.outcome])
-        # Six parameters of each block; embedding and head stay with the forward that calls the blocks, uncompiled.
-        assert seen.graphs == [6]
-        assert (seen.counters["from_graphs"], seen.counters["from_autograd"]) == (18, 2)
-        assert seen.sent == [1, 1, 1]
+    graphs, counters = graphs_and_buckets(Case(config=REGIONAL, bucket=10**6))
+    # Six parameters of each block; embedding and head stay with the forward that calls the blocks, uncompiled.
+    assert graphs == [6]
+    assert (counters[-1]["from_graphs"], counters[-1]["from_autograd"]) == (18, 2)
+    assert [after["buckets_sent"] for after in counters] == [1, 1, 1]
 
 
-def test_blocks_within_the_model_by_default(ranks):
+@on_ranks(1)
+def test_blocks_within_the_model_by_default():
     """Without the option no blocks would be found, or the head and the loss behind them run uncompiled."""
-    (seen,) = ranks(1).run(graphs_and_buckets, Case(model="BlocksWithin"))
-    check([seen.outcome])
+    graphs, counters = graphs_and_buckets(Case(model="BlocksWithin"))
     # All blocks' graph, and that of the head and the loss, around the uncompiled body.
-    assert seen.graphs == [6, 1]
-    assert (seen.counters["from_graphs"], seen.counters["from_autograd"]) == (19, 1)
+    assert graphs == [6, 1]
+    assert (counters[-1]["from_graphs"], counters[-1]["from_autograd"]) == (19, 1)
 
 
-def test_without_blocks_one_graph_has_all(ranks):
+@on_ranks(2)
+def test_without_blocks_one_graph_has_all():
     """A graph of the whole model would be cut, or would send what is not full."""
-    for seen in ranks(2).run(graphs_and_buckets, Case(bucket=10**6)):
-        assert seen.graphs == [20] and seen.sent == [1, 1, 1]
+    graphs, counters = graphs_and_buckets(Case(bucket=10**6))
+    assert graphs == [20] and [after["buckets_sent"] for after in counters] == [1, 1, 1]
 
 
-def train_around_blocks(case):
-    """Trains a model that uses parameters around its blocks; returns the counters of the last backward, too."""
-    pair = Beside(Around(), case)
+@on_ranks(2)
+def test_gradients_of_uncompiled_code_are_not_copied():
+    """A gradient that autograd accumulates would be copied into a bucket where nothing else goes with it."""
+    # With a bucket of one element, none is packed with others.
+    pair = Beside(Around(), Case(config=REGIONAL, bucket=1, backend="inductor"))
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
     counters = gradient_counters(pair.engine)
-    return counters, pair.end()
+    check([pair.end()])
+    # Embedding, norm and scale are used between the blocks. The embedding's gradient would take 768 bytes.
+    assert counters["from_autograd"] == 4 and counters["peak_bucket"] < 768
 
 
-def test_gradients_of_uncompiled_code_are_not_copied(ranks):
-    """A gradient that autograd accumulates would be copied into a bucket where nothing else goes with it."""
-    # With a bucket of one element, none is packed with others.
-    case = Case(config=REGIONAL, bucket=1, backend="inductor")
-    for counters, outcome in ranks(2).run(train_around_blocks, case):
-        # Embedding, norm and scale are used between the blocks. The embedding's gradient would take 768 bytes.
-        assert counters["from_autograd"] == 4 and counters["peak_bucket"] < 768
-        check([outcome])
-
-
-def hook_that_keeps_its_gradient(case):
-    """Takes a step in which a hook keeps the gradient of the embedding; returns the error of what it kept."""
+@on_ranks(2)
+def test_a_hook_keeps_its_gradient():
+    """The gradient that a hook was shown would be reduced where it lies, and change in the hook's hands."""
+    # With a bucket of one element, none is copied into a bucket with others.
+    case = Case(config=REGIONAL, bucket=1)
     module, kept = build(case), []
     module.embedding.weight.register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
     pair = Beside(module, case)
     pair.micro_batch(batch(0, 0, dist.get_rank(), 4))
     error = relative_error(kept, [pair.plain.embedding.weight.grad])
     pair.step_plain()
-    return error, pair.end()
+    check([pair.end()])
+    assert error < BOUND
 
 
-def test_a_hook_keeps_its_gradient(ranks):
-    """The gradient that a hook was shown would be reduced where it lies, and change in the hook's hands."""
-    # With a bucket of one element, none is copied into a bucket with others.
-    for error_of_gradient, outcome in ranks(2).run(hook_that_keeps_its_gradient, Case(config=REGIONAL, bucket=1)):
-        assert error_of_gradient < BOUND
-        check([outcome])
-
-
-def offsets_of_addresses(case):
-    """Returns how far parameters in the optimizer lie behind multiples of 16 bytes, in bytes."""
+@vary("model", ["OneGraph", "OddSizes", "FrozenSubclass"])
+@on_ranks(2)
+def test_parameters_behind_those_of_odd_sizes(model):
+    """Inductor takes all layers' parameters for aligned as the first one's are, and would read beside another's."""
+    case = Case(model=model, config=REGIONAL)
     module = build(case)
     engine = make_engine(module, case)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
     found = {parameter.data_ptr() % 16 for parameter in module.parameters() if parameter.requires_grad}
     engine.destroy()
-    return found
-
-
-@vary("model", ["OneGraph", "OddSizes", "FrozenSubclass"])
-def test_parameters_behind_those_of_odd_sizes(ranks, model):
-    """Inductor takes all layers' parameters for aligned as the first one's are, and would read beside another's."""
-    assert ranks(2).run(offsets_of_addresses, Case(model=model, config=REGIONAL)) == [{0}] * 2
+    assert found == {0}
 
 
 class RaisesOutside(Model):
@@ -183,9 +168,10 @@ class RaisesOutside(Model):
         return Raises.apply(x) if raises_here else x
 
 
-def raising_at_different_layers(case):
-    """Trains on where one backward raises, behind another block on each rank."""
-    pair, rank = Beside(RaisesOutside(), case), dist.get_rank()
+@on_ranks(2)
+def test_ranks_agree_after_a_backward_that_raised():
+    """What one rank had reduced before it raised would be added to what another reduces next."""
+    pair, rank = Beside(RaisesOutside(), Case(config=REGIONAL, bucket=10**6)), dist.get_rank()
     Raises.armed = False
     pair.step(batch(0, 0, rank, 4))
     Raises.armed = True
@@ -195,12 +181,7 @@ def raising_at_different_layers(case):
     pair.engine.micro_steps += 1  # the user gives this step up
     for step in range(1, 3):
         pair.step(batch(step, 0, rank, 4))
-    return pair.end()
-
-
-def test_ranks_agree_after_a_backward_that_raised(ranks):
-    """What one rank had reduced before it raised would be added to what another reduces next."""
-    check(ranks(2).run(raising_at_different_layers, Case(config=REGIONAL, bucket=10**6)))
+    check([pair.end()])
 
 
 class CannotBeAsked(torch.nn.Module):
@@ -229,23 +210,19 @@ def compiled_before():
     return BlocksWithin(), [torch.compile(Block(8), backend="eager") for _ in range(3)]
 
 
-def train_other_blocks(make, case):
-    """Trains a model with other blocks beside a plain loop; returns the outcome."""
-    module, blocks = make()
-    module.body.blocks = torch.nn.ModuleList(blocks)
-    begun = Beside(module, case)
-    for step in range(3):
-        begun.step(batch(step, 0, dist.get_rank(), 4))
-    return begun.end()
-
-
 @vary("make", [not_asked, compiled_before])
 @vary("config", [None, OVERLAPPED])
-def test_blocks_that_cannot_be_asked(ranks, config, make):
+@on_ranks(2)
+def test_blocks_that_cannot_be_asked(config, make):
     """A module would be asked for its length or truth, or blocks that torch.compile wraps be taken for none."""
+    module, blocks = make()
+    module.body.blocks = torch.nn.ModuleList(blocks)
     # The option needs blocks, so no model with it is compiled as a whole.
-    for outcome in check(ranks(2).run(train_other_blocks, make, Case(config=config))):
-        assert min(outcome.from_graphs) >= 3 * len(list(Block(8).parameters()))
+    pair = Beside(module, Case(config=config))
+    for step in range(3):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    (outcome,) = check([pair.end()])
+    assert min(outcome.from_graphs) >= 3 * len(list(Block(8).parameters()))
 
 
 def train_with_arguments_of_compile(given_to):
@@ -315,8 +292,18 @@ def switch_llama(model, how):
             layer._gradient_checkpointing_func = how
 
 
-def switch_checkpointing(make, switch):
-    """Layers checkpoint only in the second step, by a function that looks at what it is given."""
+@vary(
+    "make, switch, name",
+    [(own_model, switch_own, "ChecksPoints")],
+    expects="switch, name",
+    slow=[(llama, switch_llama, "LlamaDecoderLayer")],
+)
+@on_ranks(1)
+def test_checkpointing_comes_and_goes(make, switch, name):
+    """A layer that checkpoints from some step on would hand its compiled call, not itself, to the checkpoint."""
+    if make is llama:
+        pytest.importorskip("transformers")
+    # Layers checkpoint only in the second step, by a function that looks at what it is given.
     pair = Beside(make(), Case(config=REGIONAL))
     seen = {pair.module: set(), pair.plain: set()}
 
@@ -330,22 +317,6 @@ def switch_checkpointing(make, switch):
         for model in seen:
             switch(model, functools.partial(look, model) if step == 1 else None)
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    return pair.end(), *seen.values()
-
-
-@vary(
-    "make, switch, name",
-    [
-        (own_model, switch_own, "ChecksPoints"),
-        pytest.param(llama, switch_llama, "LlamaDecoderLayer", marks=pytest.mark.slow),
-    ],
-    expects="switch, name",
-)
-def test_checkpointing_comes_and_goes(ranks, make, switch, name):
-    """A layer that checkpoints from some step on would hand its compiled call, not itself, to the checkpoint."""
-    if make is llama:
-        pytest.importorskip("transformers")
-    ((outcome, seen, expected),) = ranks(1).run(switch_checkpointing, make, switch)
-    check([outcome])
+    (outcome,) = check([pair.end()])
     assert outcome.from_graphs[0] == outcome.from_graphs[1] == outcome.from_graphs[2] > 0
-    assert seen == expected and [layer for _, layer in seen] == [name]
+    assert seen[pair.module] == seen[pair.plain] and [layer for _, layer in seen[pair.module]] == [name]

@@ -9,12 +9,15 @@ import pytest
 from deepspeed.compile.features.blocks import block_calls
 
 from support.faults import Injected
+from support.on_ranks import on_ranks
 from support.options import prepare, set_up_state, train_prepared
 from support.training import BOUND, OVERLAPPED, Case
 
 
-def compile_with_a_block_that_raises(case):
-    """The third block raises when it gets its call. Returns whether all is as before, and the error of training."""
+@on_ranks(2)
+def test_a_block_that_raises_is_undone():
+    """The blocks before the one that raised would keep their compiled calls."""
+    case = Case(model="RepeatedLayers", config=OVERLAPPED)
     module, engine = prepare(case)
     before, blocks = set_up_state(module, engine), []
     put_in = block_calls.BlockCall.put_in
@@ -29,11 +32,4 @@ def compile_with_a_block_that_raises(case):
         with pytest.raises(Injected):
             engine.compile(backend="eager")
     assert len(blocks) == 3
-    return set_up_state(module, engine) == before, train_prepared(case, module, engine)
-
-
-def test_a_block_that_raises_is_undone(ranks):
-    """The blocks before the one that raised would keep their compiled calls."""
-    case = Case(model="RepeatedLayers", config=OVERLAPPED)
-    for is_as_before, error in ranks(2).run(compile_with_a_block_that_raises, case):
-        assert is_as_before and error < BOUND
+    assert set_up_state(module, engine) == before and train_prepared(case, module, engine) < BOUND

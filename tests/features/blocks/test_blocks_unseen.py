@@ -16,6 +16,7 @@ from torch import nn
 from support.beside import Beside, check
 from support.ids import vary
 from support.models import Block, BlocksWithin
+from support.on_ranks import on_ranks
 from support.training import REGIONAL, Case, batch
 
 # Blocks that look at themselves ------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ def train(block, backend="eager", before_step=None, direct=False):
 
 
 @pytest.mark.options("compile.regional_compilation")
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("backend", ["eager"], slow=["inductor"])
 @vary("block", [*LOOKING, *FORWARDS, CallsOn, TakesABlock])
 def test_blocks_that_look_at_themselves(ranks, block, backend):
     """A block would find itself wrapped, in another class or bound otherwise, and compute something else."""
@@ -232,18 +233,13 @@ def test_a_forward_that_is_replaced(ranks, block, change, compiled):
     assert result.from_graphs == compiled
 
 
-def registered_kinds(block):
-    """What a registry of classes has before and after an engine was made, and its last class computes."""
-    before = list(Registered.kinds)
-    pair = Beside(with_blocks(block), Case(config=REGIONAL))
-    after, made = list(Registered.kinds), Registered.kinds[-1](8)
-    pair.step(batch(0, 0, dist.get_rank(), 4))
-    plain = made._compiled_call_impl is None
-    return before == after, plain, pair.end()
-
-
-def test_no_class_is_made(ranks):
+@on_ranks(1)
+def test_no_class_is_made():
     """A class of ours would appear in the registry that a base class keeps of its subclasses."""
-    ((unchanged, plain, outcome),) = ranks(1).run(registered_kinds, OnlyKind)
-    assert unchanged and plain
-    check([outcome])
+    before = list(Registered.kinds)
+    pair = Beside(with_blocks(OnlyKind), Case(config=REGIONAL))
+    assert Registered.kinds == before
+    made = Registered.kinds[-1](8)
+    pair.step(batch(0, 0, dist.get_rank(), 4))
+    assert made._compiled_call_impl is None
+    check([pair.end()])

@@ -20,6 +20,7 @@ from deepspeed.compile.features.blocks.feature import Blocks
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY, Block, BlocksWithin, Model
+from support.on_ranks import on_ranks
 from support.options import SMALL, prepare, train_prepared
 from support.training import BOUND, REGIONAL, Case, batch
 
@@ -92,19 +93,20 @@ def train(case, what, rank, limit, steps=4):
     return trained(Branching, case, steps, change, limit, length_of)
 
 
-def check_given_up(results):
+def check_given_up(result):
     """Asserts that rank 0 has reached the limit. The others go on with compiled code."""
-    for rank, result in enumerate(check(results)):
-        assert len(result.given_up) == (rank == 0), results
-        assert (result.from_graphs[-1] > 0) == (rank > 0), results
+    check([result])
+    assert len(result.given_up) == (dist.get_rank() == 0), result
+    assert (result.from_graphs[-1] > 0) == (dist.get_rank() > 0), result
 
 
 @vary("regional", [True, False])
 @vary("what", ["lengths", "branches"])
 @vary("stage, world, rank", [(1, 2, 0), (2, 1, None)], expects="world")
-def test_limit_is_reached(ranks, stage, world, rank, what, regional):
+@on_ranks("world")
+def test_limit_is_reached(stage, world, rank, what, regional):
     """A rank that goes on uncompiled would reduce in another order than one that does not, or say nothing of it."""
-    check_given_up(ranks(world).run(train, static(regional, stage=stage), what, rank, limit=1))
+    check_given_up(train(static(regional, stage=stage), what, rank, limit=1))
 
 
 class Cut(Branching):
@@ -130,12 +132,6 @@ class Remembering(Branching):
             self.past_key_values = value
 
 
-def warned_of(make, case, limit, steps):
-    """Takes steps with another branch each time; returns the warnings of compilations."""
-    (result,) = check([trained(make, case, steps, take_another_branch, limit)])
-    return [warning for warning in result.warnings if "compiled" in warning]
-
-
 FAILED_GUARD = (
     r"a frame of block, because this guard of Dynamo failed: .*(branch|past_key_values) == '\d'.*in (forward|branch)"
 )
@@ -143,10 +139,11 @@ FAILED_GUARD = (
 
 @pytest.mark.options("compile.regional_compilation")
 @vary("make, limit", [(Branching, 8), (Cut, 2), (Remembering, 8)], expects="limit")
-def test_warnings_say_what_dynamo_says(ranks, make, limit):
+@on_ranks(1)
+def test_warnings_say_what_dynamo_says(make, limit):
     """A warning would blame a cache or other shapes where a branch is to blame, or hide where a graph ends early."""
-    case = Case(config=REGIONAL)
-    ((warning,),) = ranks(1).run(warned_of, make, case, limit // 2, steps=6)
+    (result,) = check([trained(make, Case(config=REGIONAL), 6, take_another_branch, limit // 2)])
+    (warning,) = (warning for warning in result.warnings if "compiled" in warning)
     begins = "DeepCompile has compiled one frame 5 times" if limit > 2 else "rank 0 goes on without compiled code"
     assert re.search(f"{begins}: {FAILED_GUARD}", warning), warning
     assert "cache" not in warning and "shapes" not in warning, warning
@@ -179,31 +176,35 @@ class Logging(Model):
         self.logged = {name: value.detach() * len(name)}
 
 
-def train_logging(case):
+@on_ranks(1)
+def test_frames_without_parameters_do_not_count():
+    """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
+
     def change(model, step):
         model.step = str(step) * (step + 1)
 
-    return trained(Logging, case, 12, change)
-
-
-def test_frames_without_parameters_do_not_count(ranks):
-    """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
-    (result,) = check(ranks(1).run(train_logging, static(False)))
+    (result,) = check([trained(Logging, static(False), 12, change)])
     assert not result.given_up and result.from_graphs[-1] > 0, result
     assert not [warning for warning in result.warnings if "has compiled one frame" in warning], result
 
 
 @pytest.mark.slow
-def test_limit_is_reached_in_generated_code(ranks):
-    check_given_up(ranks(2).run(train, static(False, backend="inductor"), "lengths", 0, limit=2, steps=5))
+@on_ranks(2)
+def test_limit_is_reached_in_generated_code():
+    check_given_up(train(static(False, backend="inductor"), "lengths", 0, limit=2, steps=5))
 
 
-def compilations_without_gradients(case):
-    """Returns how many graphs were compiled by calls without gradients, by what the calls were.
+@pytest.mark.options("compile.regional_compilation")
+@vary("regional, graphs", [(None, 2), (False, 1)], expects="graphs")
+@on_ranks(1)
+def test_evaluation_compiles_nothing(regional, graphs):
+    """The first evaluation would take as long as the first step, though a page says that it runs uncompiled.
 
-    The graphs of a whole step have been compiled by then.
+    Or lengths that only evaluation sees would use up the compilations of training.
+    Or GradCache's forward without gradients would run uncompiled, and draw other numbers than the one with them.
     """
-    pair = Beside(BlocksWithin(), case)
+    pair = Beside(BlocksWithin(), static(regional))
+    # The graphs of a whole step have been compiled then.
     pair.step(ids_of(0))
     seen, stats = {}, torch._dynamo.utils.counters["stats"]
 
@@ -221,38 +222,21 @@ def compilations_without_gradients(case):
     count("training", True, True)
     count("training of a part in evaluation mode", True, False)
     pair.end()
-    return seen
-
-
-@pytest.mark.options("compile.regional_compilation")
-@vary("regional, graphs", [(None, 2), (False, 1)], expects="graphs")
-def test_evaluation_compiles_nothing(ranks, regional, graphs):
-    """The first evaluation would take as long as the first step, though a page says that it runs uncompiled.
-
-    Or lengths that only evaluation sees would use up the compilations of training.
-    Or GradCache's forward without gradients would run uncompiled, and draw other numbers than the one with them.
-    """
-    (seen,) = ranks(1).run(compilations_without_gradients, static(regional))
     assert list(seen.values()) == [0, 0, graphs, 0], seen
 
 
-def make_engines(case, number, limit):
-    """Makes engines of models of one class, one after the other; each takes a step and is destroyed."""
+@vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
+@on_ranks(1)
+def test_engines_use_nothing_up(regional, from_graphs):
+    """Earlier engines of a process would use up the compilations of later ones."""
     results = []
-    with torch._dynamo.config.patch(recompile_limit=limit):
-        for seed in range(number):
+    # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for seed in range(4):
             torch.manual_seed(seed)
-            pair = Beside(Model(width=4, depth=2), case, reset=False)
+            pair = Beside(Model(width=4, depth=2), static(regional), reset=False)
             pair.step(ids_of(seed))
             results.append(pair.end())
-    return results
-
-
-@vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
-def test_engines_use_nothing_up(ranks, regional, from_graphs):
-    """Earlier engines of a process would use up the compilations of later ones."""
-    # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
-    (results,) = ranks(1).run(make_engines, static(regional), number=4, limit=2)
     check(results)
     assert [result.from_graphs for result in results] == [[from_graphs]] * 4
 
@@ -302,9 +286,14 @@ class ThreeGraphs(TwoParts):
     second = SecondBreaks
 
 
-def evaluate_first(make, case, mode):
-    """Rank 0 alone calls the model before both train, its parts in the other order."""
-    pair = Beside(make(), case)
+@vary("make", [TwoParts, ThreeGraphs])
+@vary("stage, mode", [(1, "evaluation"), (2, "training mode")])
+@on_ranks(2)
+def test_one_rank_evaluates_first(stage, mode, make):
+    """Graphs that one rank compiles earlier, or in another order, would send their buckets in another order."""
+    # All gradients fit in a bucket, so that it is a graph's end that sends it.
+    pair = Beside(make(), Case(stage=stage, bucket=10**6))
+    # Rank 0 alone calls the model before both train, its parts in the other order.
     if dist.get_rank() == 0:
         for length in (3, 5):
             if mode == "evaluation":
@@ -314,16 +303,8 @@ def evaluate_first(make, case, mode):
                     pair.engine(ids_of(9, length), True)
     for step in range(3):
         pair.step(ids_of(step))
-    return pair.end()
-
-
-@vary("make", [TwoParts, ThreeGraphs])
-@vary("stage, mode", [(1, "evaluation"), (2, "training mode")])
-def test_one_rank_evaluates_first(ranks, stage, mode, make):
-    """Graphs that one rank compiles earlier, or in another order, would send their buckets in another order."""
-    # All gradients fit in a bucket, so that it is a graph's end that sends it.
-    results = check(ranks(2).run(evaluate_first, make, Case(stage=stage, bucket=10**6), mode))
-    assert all(result.from_graphs == [4] * 3 for result in results)
+    (result,) = check([pair.end()])
+    assert result.from_graphs == [4] * 3
 
 
 # Blocks that differ each time ------------------------------------------------------------------------------------
@@ -351,22 +332,18 @@ class WithAdapters(Model):
 SUBSETS = ["a", "ab", "b", "abc", "bcd"]
 
 
-def train_adapters(case, limit):
-    """Takes steps with other adapters in each block and each time."""
+@vary("stage", [1, 2])
+@on_ranks(1)
+def test_blocks_that_differ_each_time(stage):
+    """A block that uses other parameters each time would have gradients left that no graph reduces."""
 
     def change(model, step):
         for index, block in enumerate(model.blocks):
             block.used = tuple(SUBSETS[(step + index) % len(SUBSETS)])
 
-    return trained(WithAdapters, case, len(SUBSETS), change, limit)
-
-
-@vary("stage", [1, 2])
-def test_blocks_that_differ_each_time(ranks, stage):
-    """A block that uses other parameters each time would have gradients left that no graph reduces."""
-    results = ranks(1).run(train_adapters, static(True, stage=stage), limit=2)
-    check_given_up(results)
-    assert results[0].from_graphs[0] > 0
+    result = trained(WithAdapters, static(True, stage=stage), len(SUBSETS), change, 2)
+    check_given_up(result)
+    assert result.from_graphs[0] > 0
 
 
 def compile_with_arguments(advised):

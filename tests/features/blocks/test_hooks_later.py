@@ -4,7 +4,6 @@
 
 import threading
 from itertools import product
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from torch.torch_version import TorchVersion
 
 from deepspeed.compile.zero_1_and_2.hooks import no_hook
 
-from support.beside import Beside, Outcome, check, warnings_logged
+from support.beside import Beside, check, warnings_logged
 from support.ids import vary
 from support.models import BlocksWithin
+from support.on_ranks import on_ranks
 from support.training import BOUND, Case, batch, relative_error
 
 # The modules of a model that get hooks.
@@ -90,18 +90,13 @@ def call_by_keyword(block, x):
     return block(x=x)
 
 
-class Seen(NamedTuple):
-    seen: List[List[List[str]]]  # by the engine's hooks and by the plain loop's, until after each step
-    outcome: Outcome
-
-
 def compiled(regional):
     """Returns the configuration of blocks that are graphs of their own (None: as by default), or of one graph."""
     return {"compile": {"regional_compilation": regional}}
 
 
 def train(place, what, added, removed, regional=None, backend="eager"):
-    """Trains where a model has hooks in the steps from ``added`` to before ``removed``."""
+    """Trains with hooks in the steps from ``added`` to before ``removed``. They see what those of a plain loop see."""
     torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=compiled(regional), backend=backend))
     both, seen = [(model, Hooks()) for model in (pair.module, pair.plain)], []
@@ -116,44 +111,42 @@ def train(place, what, added, removed, regional=None, backend="eager"):
                 hooks.add(PLACES[place](model), what)
         pair.step(batch(step, 0, dist.get_rank(), 4))
         seen.append([list(hooks.seen) for _, hooks in both])
-    return Seen(seen, pair.end())
-
-
-def check_seen(results):
-    for seen in results:
-        check([seen.outcome])
-        assert seen.outcome.from_graphs[0] > 0
-        assert all(of_engine == of_plain for of_engine, of_plain in seen.seen), seen.seen
-        assert seen.seen[-1][0]
+    (outcome,) = check([pair.end()])
+    assert outcome.from_graphs[0] > 0
+    assert all(of_engine == of_plain for of_engine, of_plain in seen), seen
+    assert seen[-1][0]
 
 
 @pytest.mark.options("compile.regional_compilation")
 @pytest.mark.table
 @vary("place, what", [*product(PLACES, WHATS), *product(("block", "body"), MORE_WHATS)])
 @vary("added, removed", [(0, 2), (1, 3)])
-@vary("regional", [None, pytest.param(False, marks=pytest.mark.slow)])
-def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
+@vary("regional", [None], slow=[False])
+@on_ranks(1)
+def test_hooks_come_and_go(regional, place, what, added, removed):
     """A graph that was compiled before a hook came, or went, would train on without it, or with it.
 
     Or the hook would be called twice, or see a module that is wrapped.
     """
-    check_seen(ranks(1).run(train, place, what, added, removed, regional))
+    train(place, what, added, removed, regional)
 
 
 @vary(
     "place, regional, backend",
-    [
-        ("block", False, "eager"),
-        *(pytest.param(place, None, "inductor", marks=pytest.mark.slow) for place in ("in a block", "head")),
-    ],
+    [("block", False, "eager")],
+    slow=[("in a block", None, "inductor"), ("head", None, "inductor")],
 )
-def test_hooks_come_and_go_in_other_graphs(ranks, place, regional, backend):
+@on_ranks(2)
+def test_hooks_come_and_go_in_other_graphs(place, regional, backend):
     """The guard that sees hooks of blocks would be missing in the one graph of the model, or in generated code."""
-    check_seen(ranks(2).run(train, place, "changes", 1, 3, regional, backend))
+    train(place, "changes", 1, 3, regional, backend)
 
 
-def train_under_global_hook(regional):
-    """From the second step on, and up to the third, a hook of all modules doubles what some of them return."""
+@vary("regional", [None, False])
+@on_ranks(1)
+def test_hooks_of_all_modules_come_and_go(regional):
+    """Graphs would run while torch has a hook of all modules, which no guard on one module sees."""
+    # From the second step on, and up to the third, a hook of all modules changes what some of them return.
     pair = Beside(BlocksWithin(), Case(config=compiled(regional)))
 
     def change(module, args, output):
@@ -166,15 +159,9 @@ def train_under_global_hook(regional):
         finally:
             if handle is not None:
                 handle.remove()
-    return pair.end()
-
-
-@vary("regional", [None, False])
-def test_hooks_of_all_modules_come_and_go(ranks, regional):
-    """Graphs would run while torch has a hook of all modules, which no guard on one module sees."""
-    for outcome in check(ranks(1).run(train_under_global_hook, regional)):
-        assert outcome.from_graphs[0] > 0 and outcome.from_graphs[-1] > 0
-        assert outcome.from_graphs[1:3] == [0, 0]
+    (outcome,) = check([pair.end()])
+    assert outcome.from_graphs[0] > 0 and outcome.from_graphs[-1] > 0
+    assert outcome.from_graphs[1:3] == [0, 0]
 
 
 def options_of_dynamo():
@@ -182,15 +169,19 @@ def options_of_dynamo():
     return config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags
 
 
-def options_after_training():
-    """What Dynamo's options say before an engine compiles its model, and afterwards."""
-    before = options_of_dynamo()
+@on_ranks(1)
+def test_the_options_of_other_code_stay():
+    """Dynamo's guards on hooks would stay on for models of others when an engine has compiled its own."""
+    assert options_of_dynamo() == (True, True)
     train("head", "looks", 0, 1)
-    return before, options_of_dynamo()
+    assert options_of_dynamo() == (True, True)
 
 
-def options_beside_another_compilation(regional):
-    """What Dynamo's options say after a step in which another thread compiles all the time."""
+@vary("regional", [None, False])
+@on_ranks(1)
+def test_the_options_of_other_code_stay_while_another_thread_compiles(regional):
+    """The options would never be set back if another compilation ends after the engine's own."""
+    # Another thread compiles all the time.
     begun, over = threading.Event(), threading.Event()
     # While parameters are on their way, some releases of torch need one of the options.
     options = {**compiled(regional)["compile"], "overlap_param_gather": False}
@@ -209,24 +200,18 @@ def options_beside_another_compilation(regional):
     finally:
         over.set()
         other.join()
-    return options_of_dynamo(), pair.end()
+    assert options_of_dynamo() == (True, True)
+    (outcome,) = check([pair.end()])
+    assert outcome.from_graphs[0] > 0
 
 
-def test_the_options_of_other_code_stay(ranks):
-    """Dynamo's guards on hooks would stay on for models of others when an engine has compiled its own."""
-    assert ranks(1).run(options_after_training) == [((True, True), (True, True))]
-
-
-@vary("regional", [None, False])
-def test_the_options_of_other_code_stay_while_another_thread_compiles(ranks, regional):
-    """The options would never be set back if another compilation ends after the engine's own."""
-    for options, outcome in ranks(1).run(options_beside_another_compilation, regional):
-        check([outcome])
-        assert options == (True, True) and outcome.from_graphs[0] > 0
-
-
-def train_what_was_frozen(place, config, backend):
-    """Parameters are frozen in the first of each step's two micro-batches, so code is first compiled for that."""
+@vary("place", ["in a block", "block", "head"])
+@vary("config", [None, {"compile": {"regional_compilation": False}}])
+@vary("backend", ["eager"], slow=["inductor"])
+@on_ranks(1)
+def test_what_was_frozen_is_trained(place, config, backend):
+    """A graph that was compiled for a frozen parameter would reduce no gradient of it when it is trained."""
+    # Parameters are frozen in the first of each step's two micro-batches, so code is first compiled for that.
     pair = Beside(BlocksWithin(), Case(config=config, backend=backend, accumulation=2))
     for step in range(3):
         for micro_step in range(2):
@@ -235,24 +220,21 @@ def train_what_was_frozen(place, config, backend):
                     module.requires_grad_(micro_step == 1)
             pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
         pair.step_plain()
-    return pair.end()
+    (outcome,) = check([pair.end()])
+    frozen, trained = outcome.from_graphs[0::2], outcome.from_graphs[1::2]
+    assert max(frozen) < min(trained), outcome.from_graphs
 
 
-@vary("place", ["in a block", "block", "head"])
-@vary("config", [None, {"compile": {"regional_compilation": False}}])
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_what_was_frozen_is_trained(ranks, place, config, backend):
-    """A graph that was compiled for a frozen parameter would reduce no gradient of it when it is trained."""
-    for outcome in check(ranks(1).run(train_what_was_frozen, place, config, backend)):
-        frozen, trained = outcome.from_graphs[0::2], outcome.from_graphs[1::2]
-        assert max(frozen) < min(trained), outcome.from_graphs
-
-
-def warnings_of_full_backward_hooks(place, regional, added):
-    """Trains a model that gets full backward hooks before it is compiled, or after a step.
-
-    Returns what came of it, and the warnings.
-    """
+@pytest.mark.options("compile.regional_compilation")
+@vary("added", [0, 1])
+@vary(
+    "place, regional, named",
+    [("in a block", True, "up"), ("block", True, None), ("head", False, "head"), ("head", True, "head")],
+    "named",
+)
+@on_ranks(1)
+def test_full_backward_hooks(place, regional, named, added):
+    """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
     module, hooks = BlocksWithin(), Hooks()
     with warnings_logged() as warnings:
         if added == 0:
@@ -263,28 +245,18 @@ def warnings_of_full_backward_hooks(place, regional, added):
                 hooks.add(PLACES[place](module), "looks backward")
             beside.step(batch(step, 0, dist.get_rank(), 4))
     assert hooks.seen
-    return beside.end(), [warning for warning in warnings if "full backward hooks" in warning]
+    check([beside.end()])
+    told = [warning for warning in warnings if "full backward hooks" in warning]
+    assert len(told) == (named is not None) and all(f"{named} (" in warning for warning in told)
 
 
 @pytest.mark.options("compile.regional_compilation")
-@vary("added", [0, 1])
-@vary(
-    "place, regional, named",
-    [("in a block", True, "up"), ("block", True, None), ("head", False, "head"), ("head", True, "head")],
-    "named",
-)
-def test_full_backward_hooks(ranks, place, regional, named, added):
-    """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
-    ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional, added)
-    check([outcome])
-    assert len(warnings) == (named is not None) and all(f"{named} (" in warning for warning in warnings)
-
-
-def train_with_hooks_of_tensors(place, regional):
-    """As the warning advises, a forward hook gives the output a hook, which changes gradients and notes norms.
-
-    Returns what came of it, how many gradients graphs should reduce, the norms and the warnings.
-    """
+@pytest.mark.follows("use hooks of tensors, in a forward hook, instead")
+@vary("place, regional", [("in a block", True), ("head", False)])
+@on_ranks(1)
+def test_hooks_of_tensors_instead(place, regional):
+    """What the warning advises would end graphs as well, or see and change nothing."""
+    # As the warning advises, a forward hook gives the output a hook, which changes gradients and notes norms.
     module, seen = BlocksWithin(), []
     expected = len([*module.parameters()])
     if regional:
@@ -306,16 +278,7 @@ def train_with_hooks_of_tensors(place, regional):
     with warnings_logged() as warnings:
         beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
         beside.step(batch(0, 0, dist.get_rank(), 4))
-    return beside.end(), expected, seen, [warning for warning in warnings if "hooks" in warning]
-
-
-@pytest.mark.options("compile.regional_compilation")
-@pytest.mark.follows("use hooks of tensors, in a forward hook, instead")
-@vary("place, regional", [("in a block", True), ("head", False)])
-def test_hooks_of_tensors_instead(ranks, place, regional):
-    """What the warning advises would end graphs as well, or see and change nothing."""
-    ((outcome, expected, seen, warnings),) = ranks(1).run(train_with_hooks_of_tensors, place, regional)
-    check([outcome])
-    assert warnings == [] and outcome.from_graphs[0] >= expected
+    (outcome,) = check([beside.end()])
+    assert not [warning for warning in warnings if "hooks" in warning] and outcome.from_graphs[0] >= expected
     of_engine, of_plain = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(of_engine) > 0 and relative_error([torch.tensor(of_engine)], [torch.tensor(of_plain)]) < BOUND

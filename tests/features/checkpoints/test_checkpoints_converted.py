@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import os
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from support.checkpoints import Plain, Run, differing, start, to_universal, train, whole
+from support.on_ranks import on_ranks
 from support.parameter_gather import DELAY, one_rank_late
 from support.training import BOUND, ROUNDING, device, relative_error, total_error
 
@@ -44,16 +45,8 @@ def save_for_other_ranks(run, folder):
     engine.destroy()
 
 
-class Loaded(NamedTuple):
-    """What an engine that loaded a universal checkpoint had and came to."""
-
-    differing: List[str]  # names of what differs after loading
-    error: float  # two steps later
-    moved: float  # in these
-
-
-def load_universal(run, folder):
-    """Loads a universal checkpoint and trains on."""
+def check_universal(run, folder):
+    """Loads a universal checkpoint and trains on, beside the engine that saved."""
     seen = torch.load(os.path.join(folder, "seen.pt"), map_location=device())
     config = {**(run.config or {}), "checkpoint": {"load_universal": True}}
     module, engine = start(dataclasses.replace(run, config=config), seed=1)
@@ -65,23 +58,13 @@ def load_universal(run, folder):
     train(engine, run, [3, 4])
     after = whole_state(module)
     engine.destroy()
-    return Loaded(
-        differing(loaded, seen["saved"]) + wrong,
-        total_error(after.values(), seen["after"].values()),
-        total_error(seen["after"].values(), seen["saved"].values()),
-    )
+    assert differing(loaded, seen["saved"]) + wrong == []
+    moved = total_error(seen["after"].values(), seen["saved"].values())
+    assert moved > 1e-2
+    assert total_error(after.values(), seen["after"].values()) < ROUNDING[run.dtype] * moved
 
 
-class LoadedModule(NamedTuple):
-    """The errors of an engine that loaded parameters alone, and how far a step moved it."""
-
-    parameters: float
-    masters: float  # made from the parameters
-    stepped: float  # of the masters after the step
-    moved: float
-
-
-def load_module_only(run, folder):
+def check_module_only(run, folder):
     """Loads parameters alone, and takes a step with them beside a plain loop that begins with the same."""
     seen = torch.load(os.path.join(folder, "seen.pt"), map_location=device())["saved"]
     module, engine = start(run, seed=1)
@@ -93,14 +76,17 @@ def load_module_only(run, folder):
         for name, value in zip(names, expected, strict=True):
             plain.module.get_parameter(name).copy_(value)
     with whole(engine, run):
-        read = relative_error(module.parameters(), expected)
-    masters = relative_error([safe_get_full_fp32_param(p) for p in module.parameters()], plain.module.parameters())
+        assert relative_error(module.parameters(), expected) == 0
+    masters = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+    assert relative_error(masters, plain.module.parameters()) == 0
     train(engine, run, [0])
     plain.train([0])
     after = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
-    stepped, moved = total_error(after, plain.module.parameters()), total_error(after, expected)
     engine.destroy()
-    return LoadedModule(read, masters, stepped, moved)
+    moved = total_error(after, expected)
+    assert moved > 1e-2
+    # The plain loop computes in fp32.
+    assert total_error(after, plain.module.parameters()) < BOUND * moved or run.dtype != "fp32"
 
 
 class Converted(NamedTuple):
@@ -153,66 +139,17 @@ def converted(request, ranks, tmp_path_factory):
 def test_another_number_of_ranks(converted, ranks, deepcompile):
     """A parameter that lies elsewhere in the partitions of other ranks would get another one's states."""
     run = dataclasses.replace(converted.run, deepcompile=deepcompile)
-    for loaded in ranks(converted.loaded_by).run(load_universal, run, converted.folder):
-        assert loaded.differing == []
-        assert loaded.moved > 1e-2
-        assert loaded.error < ROUNDING[run.dtype] * loaded.moved
+    ranks(converted.loaded_by).run(check_universal, run, converted.folder)
 
 
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["loaded-with", "loaded-without"])
 def test_parameters_alone(converted, ranks, deepcompile):
     """Master weights that are not made anew from loaded parameters would undo the load in the first step."""
     run = dataclasses.replace(converted.run, deepcompile=deepcompile)
-    for loaded in ranks(converted.loaded_by).run(load_module_only, run, converted.folder):
-        assert loaded.parameters == loaded.masters == 0
-        assert loaded.moved > 1e-2
-        # The plain loop computes in fp32.
-        assert loaded.stepped < BOUND * loaded.moved or run.dtype != "fp32"
+    ranks(converted.loaded_by).run(check_module_only, run, converted.folder)
 
 
 # Exports -----------------------------------------------------------------------------------------------------------
-
-
-class Exported(NamedTuple):
-    """Names of what is not bitwise the engine's own, in each export."""
-
-    sixteen_bits: List[str]
-    state_dict: List[str]  # of the module
-    fp32: List[str]  # from a ZeRO checkpoint
-
-
-def export(run, folder, late=False):
-    """Exports right behind a step."""
-    module, engine = start(run)
-    with one_rank_late(DELAY) if late else contextlib.nullcontext():
-        # The last rank is late with the second step, and the first one writes the files.
-        train(engine, run, [0, 1])
-        engine.save_16bit_model(folder)
-    engine.save_checkpoint(folder)
-    dist.barrier()
-    exported = {
-        "sixteen_bits": torch.load(os.path.join(folder, "pytorch_model.bin"), map_location=device()),
-        "state_dict": engine.module_state_dict(),
-        "fp32": get_fp32_state_dict_from_zero_checkpoint(folder),
-    }
-    # Of what a step has written, so that old values do not pass for new ones.
-    with whole(engine, run):
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        masters = {
-            name: safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") else parameter.float()
-            for name, parameter in parameters.items()
-        }
-    if run.sharded and dist.get_rank() > 0:
-        # The first rank alone gets the values.
-        exported["state_dict"] = own
-    wrong = {how: [n for n in own if n not in values] for how, values in exported.items()}
-    for how, values in exported.items():
-        expected = masters if how == "fp32" else own
-        wrong[how] += [n for n, v in values.items() if not torch.equal(v.to(device()), expected[n].detach())]
-        wrong[how] += [n for n, v in values.items() if not torch.equal(v.to(device()), masters[n].to(v.dtype))]
-    engine.destroy()
-    return Exported(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +163,36 @@ def export(run, folder, late=False):
     ],
     ids=lambda run: f"stage{run.stage}-{run.model}-{run.dtype}",
 )
-def test_exported(ranks, tmp_path, run):
+@on_ranks(2)
+def test_exported(tmp_path, run):
     """An export right behind a step that does not wait for parameters has those from before the step."""
-    for wrong in ranks(2).run(export, run, str(tmp_path), late=run.overlapped):
-        assert wrong == Exported([], [], [])
+    module, engine = start(run)
+    with one_rank_late(DELAY) if run.overlapped else contextlib.nullcontext():
+        # The last rank is late with the second step, and the first one writes the files.
+        train(engine, run, [0, 1])
+        engine.save_16bit_model(tmp_path)
+    engine.save_checkpoint(tmp_path)
+    dist.barrier()
+    exported = {
+        "16 bits": torch.load(tmp_path / "pytorch_model.bin", map_location=device()),
+        "state dict": engine.module_state_dict(),
+        "fp32": get_fp32_state_dict_from_zero_checkpoint(tmp_path),
+    }
+    # Of what a step has written, so that old values do not pass for new ones.
+    with whole(engine, run):
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        masters = {
+            name: safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") else parameter.float()
+            for name, parameter in parameters.items()
+        }
+    if run.sharded and dist.get_rank() > 0:
+        # The first rank alone gets the values.
+        exported["state dict"] = own
+    wrong = {how: [n for n in own if n not in values] for how, values in exported.items()}
+    for how, values in exported.items():
+        expected = masters if how == "fp32" else own
+        wrong[how] += [n for n, v in values.items() if not torch.equal(v.to(device()), expected[n].detach())]
+        wrong[how] += [n for n, v in values.items() if not torch.equal(v.to(device()), masters[n].to(v.dtype))]
+    engine.destroy()
+    assert not any(wrong.values()), wrong

@@ -4,41 +4,51 @@
 
 import copy
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 
-from deepspeed.compile.features.checkpoints.interrupted import InterruptedStep
+from deepspeed.compile.zero_1_and_2.engine.state import EngineState
 
 from support.faults import Injected, half_a_step
 from support.ids import vary
 from support.training import BOUND, Case
 
 
+def state_of_nothing(engine):
+    """Returns the state of an engine of which a test uses what it keeps of an interrupted step."""
+    engine.optimizer, features, layouts = mock.Mock(), [], []
+    return EngineState(engine, mock.Mock(), features, mock.Mock(), layouts)
+
+
 @pytest.mark.quick
 def test_a_copy_after_half_a_step():
     """A module whose step was ended half way could not be copied, or its copies would refuse to be saved."""
-    module, engine, interrupted = torch.nn.Linear(2, 2), torch.nn.Module(), InterruptedStep()
+    module, engine = torch.nn.Linear(2, 2), torch.nn.Module()
     engine.module = module
-    with pytest.raises(Injected), interrupted.changing_parameters(engine):
+    state = state_of_nothing(engine)
+    with pytest.raises(Injected), state.updating():
         raise Injected("half way")
     for duplicate in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert duplicate.state_dict().keys() == {"weight", "bias"}
     assert b"deepspeed" not in pickle.dumps(module)
     with pytest.raises(RuntimeError, match="was ended half way"):
         module.state_dict()
-    interrupted.forget()
+    state.forget_interruption()
     module.state_dict()
 
 
 @pytest.mark.quick
 def test_half_a_step_without_an_engine():
     """Where only the engine's optimizer still exists, another error would take the place of the step's own."""
-    interrupted = InterruptedStep()
-    with pytest.raises(Injected, match="half way"), interrupted.changing_parameters(None):
+    engine = torch.nn.Module()
+    state = state_of_nothing(engine)
+    del engine
+    with pytest.raises(Injected, match="half way"), state.updating():
         raise Injected("half way")
     with pytest.raises(RuntimeError, match="was ended half way"):
-        interrupted.refuse()
+        state.refuse_after_interruption()
 
 
 @pytest.mark.follows("load a checkpoint with its optimizer states before going on")

@@ -4,6 +4,7 @@
 
 import bisect
 import contextlib
+import functools
 import threading
 from unittest import mock
 
@@ -17,6 +18,8 @@ from deepspeed.compile.features.checkpoints import order
 from deepspeed.compile.features.checkpoints.order import BaseOrder
 from deepspeed.compile.zero_1_and_2.layout import SHARD_MULTIPLE
 from deepspeed.compile.zero_1_and_2.parameter.runs import in_flat_tensor
+
+from support.threads import in_threads
 
 
 class Exchange:
@@ -35,25 +38,15 @@ class Exchange:
 
 def on_all_ranks(world, call):
     """Returns what a function of a rank returns on each, with an exchange between them."""
-    exchange, results, errors = Exchange(world), [None] * world, []
+    exchange, results = Exchange(world), [None] * world
 
     def run(rank):
         exchange.local.rank = rank
-        try:
-            results[rank] = call(rank)
-        except BaseException as error:
-            errors.append(error)
-            exchange.barrier.abort()
+        results[rank] = call(rank)
 
     alone = mock.patch.object(order, "every_rank_raises", lambda *_: contextlib.nullcontext())
     with mock.patch.object(order, "dist", exchange), alone:
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    if errors:
-        raise errors[0]
+        in_threads([functools.partial(run, rank) for rank in range(world)], exchange.barrier.abort)
     return results
 
 

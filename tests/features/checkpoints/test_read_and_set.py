@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masters, optimizer states and gradients of a parameter can be read and set through what links it with them."""
 
-from typing import Dict, List, NamedTuple
-
 import pytest
 import torch
 
@@ -19,6 +17,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import Plain, Run, backward, start, train
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import BOUND, device, relative_error, total_error
 
 
@@ -72,44 +71,6 @@ def read_error(module, plain, gradients=False):
     return relative_error(found, expected)
 
 
-class Set(NamedTuple):
-    """What came of setting the same in an engine and in a plain loop."""
-
-    errors: Dict[str, float]  # of what is read, at each moment
-    moved: float  # how far the step went from that of a plain loop in which nothing was set
-
-
-def set_beside_plain_loop(run, setter, moment):
-    """Sets the same in an engine and in a plain loop."""
-    module, engine = start(run)
-    plain, untouched = Plain(run), Plain(run)
-    train(engine, run, range(2))
-    plain.train(range(2))
-    untouched.train(range(3))
-    between_steps = moment == "between steps"
-    if not between_steps:
-        backward(engine, run, 2)
-        plain.backward(2)
-    errors = {"before": read_error(module, plain, gradients=not between_steps)}
-    SETTERS[setter](module, plain)
-    errors["set"] = read_error(module, plain, gradients=not between_steps)
-    if between_steps:
-        # What was set are the masters; the forward computes with the parameters.
-        engine.optimizer.update_lp_params()
-        backward(engine, run, 2)
-        plain.backward(2)
-    engine.step()
-    plain.step()
-    errors["after the step"] = read_error(module, plain)
-    moved = total_error(plain.module.parameters(), untouched.module.parameters())
-    train(engine, run, [3])
-    plain.train([3])
-    errors["after another step"] = read_error(module, plain)
-    errors["parameters"] = relative_error(module.state_dict().values(), plain.module.state_dict().values())
-    engine.destroy()
-    return Set(errors, moved)
-
-
 @pytest.mark.parametrize(
     "run",
     [
@@ -126,43 +87,58 @@ def set_beside_plain_loop(run, setter, moment):
         *((setter, "between steps") for setter in ("set_masters", "set_optimizer_states")),
     ],
 )
-def test_read_and_set_as_in_a_plain_loop(ranks, setter, moment, run):
+@on_ranks(2)
+def test_read_and_set_as_in_a_plain_loop(setter, moment, run):
     """What a caller sets would go to a copy that the step does not read, or to another parameter's elements."""
-    for result in ranks(2).run(set_beside_plain_loop, run, setter, moment):
-        assert result.moved > 1e-3, "what was set made no difference"
-        assert max(result.errors.values()) < BOUND, result
+    module, engine = start(run)
+    plain, untouched = Plain(run), Plain(run)
+    train(engine, run, range(2))
+    plain.train(range(2))
+    untouched.train(range(3))
+    between_steps = moment == "between steps"
+    if not between_steps:
+        backward(engine, run, 2)
+        plain.backward(2)
+    assert read_error(module, plain, gradients=not between_steps) < BOUND
+    SETTERS[setter](module, plain)
+    assert read_error(module, plain, gradients=not between_steps) < BOUND
+    if between_steps:
+        # What was set are the masters; the forward computes with the parameters.
+        engine.optimizer.update_lp_params()
+        backward(engine, run, 2)
+        plain.backward(2)
+    engine.step()
+    plain.step()
+    assert read_error(module, plain) < BOUND
+    moved = total_error(plain.module.parameters(), untouched.module.parameters())
+    assert moved > 1e-3, "what was set made no difference"
+    train(engine, run, [3])
+    plain.train([3])
+    assert read_error(module, plain) < BOUND
+    assert relative_error(module.state_dict().values(), plain.module.state_dict().values()) < BOUND
+    engine.destroy()
 
 
-def read_after_whole_groups(run):
-    """Reads after a first step that the optimizer itself has made of each group at once, because it has a hook."""
+@on_ranks(2)
+def test_states_of_groups_that_are_stepped_whole():
+    """Parameters would be linked when the first group has states, and those of later groups with none."""
+    run = Run(groups=2)
     module, engine = start(run)
     plain = Plain(run)
+    # Because of a hook, the optimizer itself steps each group at once.
     engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     train(engine, run, [0])
     plain.train([0])
-    error = read_error(module, plain)
+    assert read_error(module, plain) < BOUND
     engine.destroy()
-    return error
 
 
-def test_states_of_groups_that_are_stepped_whole(ranks):
-    """Parameters would be linked when the first group has states, and those of later groups with none."""
-    assert max(ranks(2).run(read_after_whole_groups, Run(groups=2))) < BOUND
-
-
-class SetAll(NamedTuple):
-    """What a step came to before which everything was set."""
-
-    masters: float  # error
-    states: float  # error of the optimizer states
-    stale: List[str]  # names of parameters that are not what the masters round to
-
-
-def set_all_between_backward_and_step(run):
-    """Sets masters, optimizer states and gradients to numbers that bf16 can hold, in an engine and in a plain loop.
-
-    So the step of either depends on what was set alone, whatever the engine computes in.
-    """
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_takes_all_that_was_set(dtype, stage):
+    """A step would overwrite masters that were set with what parameters round to, or leave parameters stale."""
+    run = Run(stage=stage, dtype=dtype, clipping=0.1, schedule="OneCycleLR")
     module, engine = start(run)
     plain = Plain(run)
     train(engine, run, [0])
@@ -171,6 +147,7 @@ def set_all_between_backward_and_step(run):
     plain.backward(1)
     generator = torch.Generator().manual_seed(0)
     pairs = list(zip(module.parameters(), plain.module.parameters(), strict=True))
+    # Numbers that bf16 can hold: the step depends on what was set alone, whatever the engine computes in.
     for parameter, other in pairs:
         new = torch.rand(4, *other.shape, generator=generator).bfloat16().float().to(device())
         safe_set_full_fp32_param(parameter, new[0])
@@ -195,15 +172,7 @@ def set_all_between_backward_and_step(run):
         if not torch.equal(written[name], master.to(written[name].dtype))
     ]
     engine.destroy()
-    errors = relative_error(masters, plain.module.parameters()), relative_error(*zip(*states, strict=True))
-    return SetAll(*errors, stale)
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@vary("stage", [1, 2])
-def test_a_step_takes_all_that_was_set(ranks, dtype, stage):
-    """A step would overwrite masters that were set with what parameters round to, or leave parameters stale."""
-    run = Run(stage=stage, dtype=dtype, clipping=0.1, schedule="OneCycleLR")
-    for result in ranks(2).run(set_all_between_backward_and_step, run):
-        assert result.masters < BOUND and result.states < BOUND
-        assert result.stale == []
+    # Parameters that are not what the masters round to.
+    assert stale == []
+    assert relative_error(masters, plain.module.parameters()) < BOUND
+    assert relative_error(*zip(*states, strict=True)) < BOUND

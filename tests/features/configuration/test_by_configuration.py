@@ -8,7 +8,6 @@ import gc
 import inspect
 import logging
 import weakref
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_cou
 
 from support.beside import Beside, logged, warnings_logged
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import SMALL, outcome, prepare
 from support.training import (
     BOUND,
@@ -71,16 +71,8 @@ class Loop(Beside):
         return super().end().error
 
 
-class Found(NamedTuple):
-    error: float  # of the parameters
-    compiled: List[bool]  # whether the engine was, in each micro-batch
-    from_graphs: List[int]  # how many gradients graphs reduced in each micro-batch
-    texts: List[str]  # what DeepSpeed logged
-    warnings: List[str]  # those of the texts that are warnings
-
-
-def trains(case, before=None, during=None, steps=3):
-    """Trains an engine that compiles itself.
+def trained(case, before=None, during=None):
+    """Trains an engine that compiles itself as a plain loop does. Returns the loop, and what was logged and warned of.
 
     Args:
         before: called with the loop before the first step.
@@ -91,18 +83,11 @@ def trains(case, before=None, during=None, steps=3):
         if before is not None:
             before(loop)
         call = functools.partial(during, loop) if during is not None else None
-        for step in range(steps):
+        for step in range(3):
             loop.step(step, call)
-        return Found(loop.end(), loop.compiled, loop.from_graphs, texts, warnings)
-
-
-def trained(ranks, case, *how, world=1, **kwargs):
-    """Returns what was found on each rank, after comparing its parameters with those of a plain loop."""
-    results = ranks(world).run(trains, case, *how, **kwargs)
-    for found in results:
-        assert found.error < BOUND
-        assert not [text for text in found.texts if "engine.compile() has not been called" in text]
-    return results
+        assert loop.end() < BOUND
+    assert not said(texts, "engine.compile() has not been called")
+    return loop, texts, warnings
 
 
 def said(texts, beginning):
@@ -125,40 +110,34 @@ def rank_0_evaluates(loop):
 @pytest.mark.options("compile.deepcompile")
 @pytest.mark.follows("for DeepCompile set zero_optimization.stage to 1 or 2")
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_before_the_first_training_forward(ranks, stage, accumulation):
+@on_ranks(2)
+def test_before_the_first_training_forward(stage, accumulation):
     """An engine would compile itself in an evaluation, where only one rank is, or after its first training step."""
-    case = Case("BlocksWithin", stage, accumulation)
-    results = trained(ranks, case, rank_0_evaluates, world=2)
-    for rank, found in enumerate(results):
-        assert all(found.compiled) and all(found.from_graphs)
-        # One line, on one rank, and no warning.
-        (line, *rest) = said(found.texts, ITSELF) if rank == 0 else [None]
-        assert not rest and (rank != 0 or line.endswith("before its first training forward, because " + BECAUSE))
-        assert not said(found.warnings, "DeepCompile compiles")
-
-
-def in_evaluation_mode(loop):
-    loop.engine.eval()
+    loop, texts, warnings = trained(Case("BlocksWithin", stage, accumulation), rank_0_evaluates)
+    assert all(loop.compiled) and all(loop.from_graphs)
+    # One line, on one rank, and no warning.
+    lines = said(texts, ITSELF)
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all(line.endswith("before its first training forward, because " + BECAUSE) for line in lines)
+    assert not said(warnings, "DeepCompile compiles")
 
 
 @pytest.mark.follows("if that is not meant, call engine.train() first")
-def test_a_module_trained_in_evaluation_mode(ranks):
+@on_ranks(1)
+def test_a_module_trained_in_evaluation_mode():
     """A module that stays in evaluation mode would be trained uncompiled for ever."""
-    (found,) = trained(ranks, Case(), in_evaluation_mode)
-    assert found.compiled == [False, True, True]
-    assert found.from_graphs[0] == 0 and all(found.from_graphs[1:])
-    assert len(said(found.texts, "after its first step, because " + BECAUSE)) == 1
-    assert len(said(found.warnings, "trains in evaluation mode, without dropout")) == 1
+    loop, texts, warnings = trained(Case(), lambda loop: loop.engine.eval())
+    assert loop.compiled == [False, True, True]
+    assert loop.from_graphs[0] == 0 and all(loop.from_graphs[1:])
+    assert len(said(texts, "after its first step, because " + BECAUSE)) == 1
+    assert len(said(warnings, "trains in evaluation mode, without dropout")) == 1
 
 
-def of_the_module(loop, ids):
-    return loop.module(ids)
-
-
-def test_a_module_that_is_called_without_its_engine(ranks):
+@on_ranks(1)
+def test_a_module_that_is_called_without_its_engine():
     """An engine whose caller calls the module would never compile itself."""
-    (found,) = trained(ranks, Case(accumulation=2), during=of_the_module)
-    assert found.compiled == [False, False, True, True, True, True]
+    loop, _, _ = trained(Case(accumulation=2), during=lambda loop, ids: loop.module(ids))
+    assert loop.compiled == [False, False, True, True, True, True]
 
 
 def with_gradients_already(loop):
@@ -168,22 +147,21 @@ def with_gradients_already(loop):
     loop.step_plain()
 
 
-def test_an_engine_that_holds_gradients_waits_for_the_step(ranks):
+@on_ranks(1)
+def test_an_engine_that_holds_gradients_waits_for_the_step():
     """Compiling between micro-batches would drop the gradients that DeepSpeed holds of the first."""
-    (found,) = trained(ranks, Case(accumulation=2), with_gradients_already)
-    assert found.compiled == [False, False, True, True, True, True, True, True]
-    assert all(found.from_graphs[2:])
+    loop, _, _ = trained(Case(accumulation=2), with_gradients_already)
+    assert loop.compiled == [False, False, True, True, True, True, True, True]
+    assert all(loop.from_graphs[2:])
 
 
-def compiled_by_caller(loop):
-    loop.engine.compile(backend="eager", compile_kwargs={"dynamic": False})
-
-
-def test_the_callers_compile_wins(ranks):
+@on_ranks(1)
+def test_the_callers_compile_wins():
     """An engine that its caller has compiled would compile itself again, and ignore the caller's arguments."""
-    (found,) = trained(ranks, Case(), compiled_by_caller)
-    assert all(found.compiled) and all(found.from_graphs)
-    assert not said(found.texts, ITSELF) and not said(found.warnings, TOO_LATE)
+    arguments = {"backend": "eager", "compile_kwargs": {"dynamic": False}}
+    loop, texts, warnings = trained(Case(), lambda loop: loop.engine.compile(**arguments))
+    assert all(loop.compiled) and all(loop.from_graphs)
+    assert not said(texts, ITSELF) and not said(warnings, TOO_LATE)
 
 
 def compiled_too_late(loop):
@@ -192,26 +170,19 @@ def compiled_too_late(loop):
     loop.engine.compile(backend="inductor", compile_kwargs={"dynamic": False})
 
 
-def test_a_compile_that_comes_too_late_is_told(ranks):
+@on_ranks(2)
+def test_a_compile_that_comes_too_late_is_told():
     """Arguments that come too late would be ignored in silence, or arguments that say nothing be warned of."""
-    for rank, found in enumerate(trained(ranks, Case("BlocksWithin"), compiled_too_late, world=2)):
-        assert len(said(found.warnings, TOO_LATE)) == (1 if rank == 0 else 0)
+    _, _, warnings = trained(Case("BlocksWithin"), compiled_too_late)
+    assert len(said(warnings, TOO_LATE)) == (1 if dist.get_rank() == 0 else 0)
 
 
-class Refused(NamedTuple):
-    said: List[str]  # what forwards with gradients and engine.compile() raised
-    compiled: bool  # whether the engine is, afterwards
-    optimizer: str  # the name of its class
-    loss: float  # of an evaluation
-
-
-def refused(case):
-    """Calls an engine that may not compile itself, in training and in evaluation, and ``engine.compile()``.
-
-    Torch asks for CUDA graphs since the engine was made, which deepspeed.initialize() cannot know.
-    """
-    loop = Loop(case)
-    said = []
+@pytest.mark.quick
+@on_ranks(1)
+def test_refused_as_by_compile():
+    """A refusal would come once, and later forwards train with an engine that is half set up."""
+    loop, raised = Loop(Case()), []
+    # Torch asks for CUDA graphs since the engine was made, which deepspeed.initialize() cannot know.
     with torch._inductor.config.patch("triton.cudagraphs", True):
         for training in (True, True, False, None):
             call = loop.engine if training is not None else lambda _: loop.engine.compile()
@@ -219,33 +190,19 @@ def refused(case):
             try:
                 call(batch(0, 0, dist.get_rank(), 4))
             except ValueError as error:
-                said.append(str(error))
-    compiled, optimizer = loop.engine.is_compiled, type(loop.engine.optimizer).__name__
+                raised.append(str(error))
+    assert len(raised) == 4 and len(set(raised)) == 1
+    assert raised[0].startswith("DeepCompile with ZeRO stage 1: CUDA graphs")
+    assert not loop.engine.is_compiled and type(loop.engine.optimizer).__name__ == "DeepSpeedZeroOptimizer"
     with torch.no_grad():
-        evaluated = float(loop.engine.eval() or loop.engine(batch(0, 0, 0, 4)))
+        assert float(loop.engine.eval() or loop.engine(batch(0, 0, 0, 4))) > 0
     loop.engine.destroy()
-    return Refused(said, compiled, optimizer, evaluated)
 
 
-@pytest.mark.quick
-def test_refused_as_by_compile(ranks):
-    """A refusal would come once, and later forwards train with an engine that is half set up."""
-    (result,) = ranks(1).run(refused, Case())
-    sentence = "DeepCompile with ZeRO stage 1: CUDA graphs"
-    assert len(result.said) == 4 and len(set(result.said)) == 1 and result.said[0].startswith(sentence)
-    assert not result.compiled and result.optimizer == "DeepSpeedZeroOptimizer" and result.loss > 0
-
-
-class Told(NamedTuple):
-    texts: List[str]  # that an engine logged in a forward that could train it
-    compiled: bool
-
-
-def told_in_a_forward(stage):
-    """Calls an engine that does not compile itself, in a forward that could train it.
-
-    Its stage is 3, or 0 without an optimizer: DeepSpeed takes no other without one.
-    """
+@vary("stage", [0, 3])
+@on_ranks(2)
+def test_other_engines_are_left_to_the_base(stage):
+    """An engine without an optimizer would be compiled or told of, or one of ZeRO-3 not be told as by the base."""
     # DeepSpeed says it once in a process.
     deepspeed.utils.logging._log_dist_once_cached.cache_clear()
     torch._dynamo.reset()
@@ -253,32 +210,10 @@ def told_in_a_forward(stage):
     engine = engine_by_configuration(module, True, zero_optimization={"stage": stage})
     with logged(logging.INFO) as texts:
         engine(torch.ones(2, 4, device=device()))
-    result = Told(texts, engine.is_compiled)
+    assert not engine.is_compiled
     engine.destroy()
-    return result
-
-
-@vary("stage", [0, 3])
-def test_other_engines_are_left_to_the_base(ranks, stage):
-    """An engine without an optimizer would be compiled or told of, or one of ZeRO-3 not be told as by the base."""
-    for rank, (texts, compiled) in enumerate(ranks(2).run(told_in_a_forward, stage)):
-        assert not compiled
-        assert bool(said(texts, "engine.compile() has not been called")) == (stage == 3 and rank == 0)
-        assert texts == [] or stage == 3
-
-
-def told_of_the_key(stage):
-    """Returns what is told of the key ``deepcompile`` in two forwards and ``engine.compile()``."""
-    module = torch.nn.Linear(4, 1).to(device())
-    sgd = {"type": "SGD", "params": {"lr": 0.1}}
-    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)
-    with logged(logging.INFO) as texts:
-        for _ in range(2):
-            engine(torch.ones(2, 4, device=device()))
-        if stage == 0:
-            engine.compile(backend="eager")
-    engine.destroy()
-    return [text for text in texts if "compile.deepcompile" in text]
+    assert bool(said(texts, "engine.compile() has not been called")) == (stage == 3 and dist.get_rank() == 0)
+    assert texts == [] or stage == 3
 
 
 @vary(
@@ -288,76 +223,59 @@ def told_of_the_key(stage):
         (3, "begins when engine.compile() is called"),
     ],
 )
-def test_what_the_key_does_in_other_stages(ranks, stage, says):
+@on_ranks(2)
+def test_what_the_key_does_in_other_stages(stage, says):
     """A user who has set the key would train without DeepCompile, and nothing say so."""
-    first, other = ranks(2).run(told_of_the_key, stage)
-    (line,) = first
-    assert f"compile.deepcompile=true with ZeRO stage {stage}" in line and says in line
-    assert not other
+    module = torch.nn.Linear(4, 1).to(device())
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)
+    with logged(logging.INFO) as texts:
+        for _ in range(2):
+            engine(torch.ones(2, 4, device=device()))
+        if stage == 0:
+            engine.compile(backend="eager")
+    engine.destroy()
+    lines = said(texts, "compile.deepcompile")
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all(f"compile.deepcompile=true with ZeRO stage {stage}" in line and says in line for line in lines)
 
 
-def gone_when_destroyed(case):
-    """Whether nothing holds an engine that compiled itself, once it is destroyed."""
+@on_ranks(1)
+def test_a_destroyed_engine_is_not_held():
+    """What an engine registers to compile itself would hold the engine, and its parameters, for ever."""
     with compile_backend("eager"):
-        loop = Loop(case)
+        loop = Loop(Case())
         loop.step(0)
     loop.engine.destroy()
     reference = weakref.ref(loop.engine)
     del loop
     gc.collect()
-    return reference() is None
+    assert reference() is None
 
 
-def test_a_destroyed_engine_is_not_held(ranks):
-    """What an engine registers to compile itself would hold the engine, and its parameters, for ever."""
-    assert ranks(1).run(gone_when_destroyed, Case()) == [True]
-
-
-class TracedByTheCaller(NamedTuple):
-    error: float  # of the parameters
-    from_graphs: int  # gradients of the last step that graphs reduced
-
-
-def traced_by_the_caller(case):
-    """Trains where the caller compiles its own function around the engine."""
+@on_ranks(1)
+def test_a_function_that_its_caller_compiles():
+    """An engine would compile itself while Dynamo traces the function around it."""
     with compile_backend("eager"):
-        loop = Loop(case)
+        loop = Loop(Case())
         call = torch.compile(lambda ids: loop.engine(ids) * 1.0, backend="eager")
         for step in range(2):
             loop.step(step, call)
-    return TracedByTheCaller(loop.end(), loop.from_graphs[-1])
+    assert loop.end() < BOUND and loop.from_graphs[-1] > 0
 
 
-def test_a_function_that_its_caller_compiles(ranks):
-    """An engine would compile itself while Dynamo traces the function around it."""
-    ((error, from_graphs),) = ranks(1).run(traced_by_the_caller, Case())
-    assert error < BOUND and from_graphs > 0
-
-
-class TwoEngines(NamedTuple):
-    earlier_compiled: bool
-    later_compiled: bool
-    error: float  # of the parameters
-
-
-def of_parameters_that_were_taken(case):
-    """Makes two engines for one module, of which the first was never compiled, and trains the later one."""
+@on_ranks(1)
+def test_an_engine_whose_parameters_a_later_one_has_is_left_alone():
+    """An earlier engine of a module would compile itself, and take the parameters from the later one."""
     with compile_backend("eager"):
-        loop = Loop(case)
+        loop = Loop(Case())
         earlier, loop.engine = loop.engine, make_engine(loop.module, loop.case)
         loop.step(0)
         earlier(batch(0, 0, dist.get_rank(), 4))
         loop.step(1)
-        compiled = earlier.is_compiled, loop.engine.is_compiled
-        error = loop.end()
+        assert (earlier.is_compiled, loop.engine.is_compiled) == (False, True)
+        assert loop.end() < BOUND
         earlier.destroy()
-    return TwoEngines(*compiled, error)
-
-
-def test_an_engine_whose_parameters_a_later_one_has_is_left_alone(ranks):
-    """An earlier engine of a module would compile itself, and take the parameters from the later one."""
-    (result,) = ranks(1).run(of_parameters_that_were_taken, Case())
-    assert (result.earlier_compiled, result.later_compiled) == (False, True) and result.error < BOUND
 
 
 def compiled_by_autosp():
@@ -388,9 +306,41 @@ def compiled_with(compile_kwargs):
 
 
 @pytest.mark.follows("is not a dict of arguments of torch.compile; pass one, or leave it out")
-def test_arguments_that_are_no_dict(ranks):
+@on_ranks(1)
+def test_arguments_that_are_no_dict():
     """The error would be Python's, about the length of a sequence, and None, as for torch.compile, be one too."""
-    (said,) = ranks(1).run(compiled_with, "mode")
     sentence = "compile_kwargs='mode' is not a dict of arguments of torch.compile; pass one, or leave it out"
-    assert said == f"ValueError: {sentence}"
-    assert ranks(1).run(compiled_with, None) == [None]
+    assert compiled_with("mode") == f"ValueError: {sentence}"
+    assert compiled_with(None) is None
+
+
+def in_evaluation_mode(loop):
+    loop.engine.eval()
+
+
+def in_evaluation_mode_later(loop):
+    loop.step(5)
+    loop.engine.eval()
+
+
+def compiled_by_caller_in_evaluation_mode(loop):
+    loop.engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+    loop.engine.eval()
+
+
+@pytest.mark.options("compile.deepcompile")
+@vary(
+    "sharded, before",
+    [
+        ("all", in_evaluation_mode),
+        (None, compiled_by_caller_in_evaluation_mode),
+        (None, in_evaluation_mode_later),
+    ],
+)
+@on_ranks(1)
+def test_evaluation_mode_in_a_compiled_engine(sharded, before):
+    """An engine that is compiled before its first step would train without dropout, and nothing say so."""
+    case = Case("BlocksWithin", config={"compile": {"shard_parameters": sharded}} if sharded else None)
+    loop, _, warnings = trained(case, before)
+    assert all(loop.compiled)
+    assert len(said(warnings, "trains in evaluation mode, without dropout")) == 1

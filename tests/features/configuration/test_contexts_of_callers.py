@@ -6,28 +6,30 @@ import pytest
 
 from support.contexts import ALL, TRANSFORMS, first_call, same
 from support.ids import vary
+from support.on_ranks import on_ranks
 
 
 def compare(name, section, **case):
+    """Returns whether an engine that comes to what one without DeepCompile does is compiled."""
     plain = first_call(name, {"deepcompile": False}, **case)
     compiled = first_call(name, {"deepcompile": True, **section}, **case)
-    return plain, compiled, same(plain, compiled)
+    assert compiled.raised == plain.raised and same(plain, compiled)
+    return compiled.is_compiled
 
 
 @pytest.mark.follows("leave it out, or call the engine outside of these")
 @vary("name", ALL)
-@vary("section", [{"regional_compilation": True}, pytest.param({}, marks=pytest.mark.slow)])
-def test_a_context_around_the_first_forward(ranks, name, section):
+@vary("section", [{"regional_compilation": True}], slow=[{}])
+@on_ranks(1)
+def test_a_context_around_the_first_forward(name, section):
     """What the set-up computes would have no numbers under torch.func, or be counted, recorded, refused or fake."""
-    for plain, compiled, is_same in ranks(1).run(compare, name, section):
-        assert compiled.raised == plain.raised and is_same
-        # Evaluation does not compile an engine.
-        assert compiled.is_compiled == (name not in ("inference", "no_grad"))
+    # Evaluation does not compile an engine.
+    assert compare(name, section) == (name not in ("inference", "no_grad"))
 
 
 @vary("name", TRANSFORMS)
 @vary("stage", [1, 2])
-def test_a_transform_of_an_engine_that_accumulates(ranks, name, stage):
+@on_ranks(1)
+def test_a_transform_of_an_engine_that_accumulates(name, stage):
     """Gradients of a transform would be divided by the number of micro-batches, as those of parameters are."""
-    for plain, compiled, is_same in ranks(1).run(compare, name, {}, stage=stage, accumulation=4):
-        assert compiled.raised == plain.raised and is_same and compiled.is_compiled
+    assert compare(name, {}, stage=stage, accumulation=4)

@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that DeepSpeed itself refuses, under DeepCompile as without it."""
 
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, Dict, NamedTuple
 
 import pytest
 
+from deepspeed.accelerator import get_accelerator
+
+from support.on_ranks import on_ranks
 from support.options import SMALL, outcome, prepare
 from support.training import Case
 
@@ -83,35 +86,22 @@ ALSO_REFUSED_BY_DEEPSPEED = {
 }
 
 
-class Met(NamedTuple):
-    when: str  # "initialize" or "compile"
-    raised: Optional[str]
-
-
-def meet_refusals_of_deepspeed(refusals):
-    """Asks for what DeepSpeed refuses; returns how each of ``refusals`` was met, by its name."""
-    from deepspeed.accelerator import get_accelerator
-
+@pytest.mark.follows("is not supported for DeepCompile; use 'inductor' or 'eager'")
+@on_ranks(1)
+def test_refused_by_deepspeed():
+    """A new DeepSpeed would take an option that it refused, and of which DeepCompile does not know what to do."""
     get_accelerator().is_fp16_supported = lambda: True
-    met = {}
+    refusals, met = {**REFUSED_BY_DEEPSPEED, **ALSO_REFUSED_BY_DEEPSPEED}, {}
     for name, refusal in refusals.items():
         try:
             _, engine = prepare(Case(model=SMALL, config=refusal.config))
         except Exception as exception:
-            met[name] = Met("initialize", f"{type(exception).__name__}: {exception}")
+            when, raised = "initialize", f"{type(exception).__name__}: {exception}"
         else:
-            met[name] = Met("compile", outcome(engine.compile, **{"backend": "eager", **refusal.arguments}))
+            when, raised = "compile", outcome(engine.compile, **{"backend": "eager", **refusal.arguments})
             if "backend" in refusal.arguments:
                 # As is advised.
                 engine.compile(backend="eager")
             engine.destroy()
-    return met
-
-
-@pytest.mark.follows("is not supported for DeepCompile; use 'inductor' or 'eager'")
-def test_refused_by_deepspeed(ranks):
-    """A new DeepSpeed would take an option that it refused, and of which DeepCompile does not know what to do."""
-    refusals = {**REFUSED_BY_DEEPSPEED, **ALSO_REFUSED_BY_DEEPSPEED}
-    (met,) = ranks(1).run(meet_refusals_of_deepspeed, refusals)
-    begun = {name: Met(when, (raised or "")[: len(refusals[name].says)]) for name, (when, raised) in met.items()}
-    assert begun == {name: Met(refusal.when, refusal.says) for name, refusal in refusals.items()}
+        met[name] = (when, (raised or "")[: len(refusal.says)])
+    assert met == {name: (refusal.when, refusal.says) for name, refusal in refusals.items()}

@@ -4,7 +4,6 @@
 
 import dataclasses
 import os
-from typing import List, NamedTuple, Optional
 from unittest import mock
 
 import pytest
@@ -16,18 +15,24 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
 from support.training import BOUND, Case, batch, build, make_engine, make_optimizer, step_plain, total_error
 
 
-class CompiledInTheMiddle(NamedTuple):
-    raised: List[Optional[str]]  # by each engine.compile()
-    active: bool  # whether DeepCompile was, at the end
-    error: float  # of the parameters, against a plain loop's
-
-
-def compile_in_the_middle(case):
-    """Calls engine.compile() after each micro-batch of the first step, and after that step; trains for two steps."""
+@pytest.mark.follows("call it before the first backward or after engine.step()")
+@vary("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_refused_with_gradients_of_an_unfinished_step(stage, dtype, accumulated_in):
+    """Gradients that an engine has accumulated before it is compiled would be lost."""
+    case = Case(
+        model=SMALL,
+        stage=stage,
+        dtype=dtype,
+        accumulation=2,
+        config={"data_types": {"grad_accum_dtype": accumulated_in}},
+    )
     rank, raised = torch.distributed.get_rank(), []
     module, engine = prepare(case)
     # In training mode the engine would compile itself before the first of them.
@@ -45,53 +50,31 @@ def compile_in_the_middle(case):
         raised.append(outcome(engine.compile, backend="eager"))
         step_plain(plain, plain_optimizer)
     error = total_error(module.parameters(), plain.parameters())
-    active = engine.is_deepcompile_active()
+    assert engine.is_deepcompile_active()
     engine.destroy()
-    return CompiledInTheMiddle(raised, active, error)
-
-
-@pytest.mark.follows("call it before the first backward or after engine.step()")
-@vary("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
-@vary("stage", [1, 2])
-def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accumulated_in):
-    """Gradients that an engine has accumulated before it is compiled would be lost."""
-    case = Case(
-        model=SMALL,
-        stage=stage,
-        dtype=dtype,
-        accumulation=2,
-        config={"data_types": {"grad_accum_dtype": accumulated_in}},
+    refused = (
+        f"ValueError: DeepCompile with ZeRO stage {stage}: gradients computed before engine.compile() would be "
+        "lost; call it before the first backward or after engine.step() at the gradient accumulation boundary"
     )
-    for result in ranks(2).run(compile_in_the_middle, case):
-        refused = (
-            f"ValueError: DeepCompile with ZeRO stage {stage}: gradients computed before engine.compile() would be "
-            "lost; call it before the first backward or after engine.step() at the gradient accumulation boundary"
-        )
-        assert result.raised == [refused, refused, None, None]
-        assert result.active
-        assert result.error < TWICE_ROUNDED[dtype]
-
-
-def made_without_an_optimizer():
-    """Returns what deepspeed.initialize() raises, and whether an engine as it advises runs."""
-    case = Case(model=SMALL, deepcompile=False)
-    said = outcome(make_engine, build(case), case, optimizer=None)
-    at_stage_0 = dataclasses.replace(case, stage=0, config={"compile": {"deepcompile": True}})
-    engine = make_engine(build(case), at_stage_0, optimizer=None)
-    with torch.no_grad():
-        return said, bool(engine(batch(0, 0, 0, 4)) > 0)
+    assert raised == [refused, refused, None, None]
+    assert error < TWICE_ROUNDED[dtype]
 
 
 @pytest.mark.follows("give deepspeed.initialize() an optimizer")
 @pytest.mark.quick
-def test_an_engine_without_an_optimizer(ranks):
+@on_ranks(1)
+def test_an_engine_without_an_optimizer():
     """The engine of a reference model with the configuration of the trained one would be refused without a remedy."""
-    ((said, runs),) = ranks(1).run(made_without_an_optimizer)
+    case = Case(model=SMALL, deepcompile=False)
+    said = outcome(make_engine, build(case), case, optimizer=None)
     assert said == (
         "AssertionError: zero stage 1 requires an optimizer; give deepspeed.initialize() an optimizer, or, for an "
         "engine that does not train, set zero_optimization.stage to 0"
     )
-    assert runs
+    at_stage_0 = dataclasses.replace(case, stage=0, config={"compile": {"deepcompile": True}})
+    engine = make_engine(build(case), at_stage_0, optimizer=None)
+    with torch.no_grad():
+        assert engine(batch(0, 0, 0, 4)) > 0
 
 
 def compile_engines_of_other_kinds():
@@ -226,15 +209,16 @@ def train_model_of_zero_init(enabled):
 
 
 @pytest.mark.follows("which is for stage 3; make the model without it")
-def test_a_model_of_zero_init(ranks):
+@on_ranks(2)
+def test_a_model_of_zero_init():
     """Parameters of stage 3, which are empty between uses, would be stepped as what they are."""
-    for said in ranks(2).run(train_model_of_zero_init, True):
-        assert said.startswith("DeepCompile with ZeRO stage 1: parameter ")
-        assert said.endswith(
-            "is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model without it"
-        )
+    # zero.Init() replaces the function for the life of a process. A program without it has torch's own.
+    with mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear):
+        said = train_model_of_zero_init(True)
+    assert said.startswith("DeepCompile with ZeRO stage 1: parameter ")
+    assert said.endswith("is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model without it")
     # As advised.
-    assert max(ranks(2).run(train_model_of_zero_init, False)) < BOUND
+    assert train_model_of_zero_init(False) < BOUND
 
 
 def with_linear_of_zero_3(case, release, advised=False):
@@ -272,8 +256,10 @@ def name_of_linear():
     return torch.nn.functional.linear.__name__
 
 
-def first_calls():
-    """Makes an engine as a program does that sets no device. Returns the first call of each kind, in order."""
+@on_ranks(1)
+def test_ranks_compare_errors_on_their_own_devices():
+    """NCCL refuses tensors of another device, so programs that leave their device to DeepSpeed would not start."""
+    # An engine as of a program that sets no device, and the first call of each kind, in order.
     calls, accelerator = [], get_accelerator()
 
     def noted(function):
@@ -289,26 +275,18 @@ def first_calls():
     ):
         case = Case(model=SMALL)
         make_engine(build(case), case).destroy()
-    return list(dict.fromkeys(calls))
+    assert list(dict.fromkeys(calls)) == ["set_device", "all_gather_object"]
 
 
-def test_ranks_compare_errors_on_their_own_devices(ranks):
-    """NCCL refuses tensors of another device, so programs that leave their device to DeepSpeed would not start."""
-    assert ranks(1).run(first_calls) == [["set_device", "all_gather_object"]]
-
-
-def made_from_another_device():
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks that share one have no other device")
+@on_ranks(2)
+def test_a_program_that_does_not_set_its_device():
+    """Without ``torch.cuda.set_device()`` all ranks begin on the first GPU."""
     before = torch.cuda.current_device()
     torch.cuda.set_device(torch.distributed.get_world_size() - 1 - torch.distributed.get_rank())
     case = Case(model=SMALL)
     with mock.patch.dict(os.environ, LOCAL_RANK=str(before)):
         engine = make_engine(build(case).cuda(before), case)
     engine.destroy()
-    return torch.cuda.current_device() == before
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: ranks that share one have no other device")
-def test_a_program_that_does_not_set_its_device(ranks):
-    """Without ``torch.cuda.set_device()`` all ranks begin on the first GPU."""
-    assert ranks(2).run(made_from_another_device) == [True, True]
+    assert torch.cuda.current_device() == before

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.training import Case, compile_backend, device, engine_by_configuration, make_engine
 
@@ -68,37 +69,26 @@ DIFFERENCES = {
 }
 
 
-def made_with(differs):
+def check(said, difference):
+    if dist.get_rank():
+        assert f"the models of the ranks differ: {difference}; make the same models on every rank" in said
+    else:
+        assert "rank 1 could not make an engine, so no rank goes on" in said and difference in said
+
+
+@pytest.mark.follows("make the same {} on every rank")
+@vary("what", [*DIFFERENCES])
+@on_ranks(2, timeout=120)
+def test_models_that_differ(what):
+    """Gloo would end a rank without an error of Python, and NCCL take bytes of one tensor for another one's."""
+    differs, difference = DIFFERENCES[what]
     module = Model()
     if dist.get_rank():
         differs(module)
     said = outcome(engine_by_configuration, module.to(device()), True)
     # As the message advises.
     engine_by_configuration(Model().to(device()), True).destroy()
-    return said
-
-
-def check(answers, difference):
-    assert f"the models of the ranks differ: {difference}; make the same models on every rank" in answers[1]
-    assert "rank 1 could not make an engine, so no rank goes on" in answers[0] and difference in answers[0]
-
-
-@pytest.mark.follows("make the same {} on every rank")
-@vary("what", [*DIFFERENCES])
-def test_models_that_differ(ranks, what):
-    """Gloo would end a rank without an error of Python, and NCCL take bytes of one tensor for another one's."""
-    differs, said = DIFFERENCES[what]
-    check(ranks(2).run(made_with, differs, timeout=120), said)
-
-
-def half_on_meta(differs):
-    """The first rank has the model on the host, and the other one another model on the meta device."""
-    with torch.device("meta" if dist.get_rank() else "cpu"):
-        module = Model()
-    if dist.get_rank():
-        differs(module)
-    section = {"regional_compilation": ["Linear"], "shard_parameters": "all"}
-    return outcome(make_engine, module, Case(config={"compile": section}))
+    check(said, difference)
 
 
 # Such as the command lines of trainers that load a model on one rank alone make.
@@ -113,40 +103,42 @@ META = {
 
 
 @vary("what", [*META])
-def test_models_that_differ_where_one_has_no_values(ranks, what):
+@on_ranks(2, timeout=120)
+def test_models_that_differ_where_one_has_no_values(what):
     """Values would be sent to tensors of other sizes."""
-    differs, said = META[what]
-    check(ranks(2).run(half_on_meta, differs, timeout=120), said)
+    differs, difference = META[what]
+    # The first rank has the model on the host, and the other one another model on the meta device.
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = Model()
+    if dist.get_rank():
+        differs(module)
+    section = {"regional_compilation": ["Linear"], "shard_parameters": "all"}
+    check(outcome(make_engine, module, Case(config={"compile": section})), difference)
 
 
-def optimizers_that_differ(shards):
-    """The other rank's optimizer has the parameters in another order."""
+@vary("shards", [False, True])
+@on_ranks(2, timeout=120)
+def test_optimizers_that_differ(shards):
+    """Partitions would hold other parameters on each rank, and a rank would step, or cut, another one's values."""
+    # The other rank's optimizer has the parameters in another order.
     module = Model()
     parameters = [*module.parameters()][:: -1 if dist.get_rank() else 1]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     section = {"regional_compilation": ["Linear"], "shard_parameters": "all"} if shards else {}
     with compile_backend("eager"):
-        return outcome(make_engine, module, Case(config={"compile": section}), optimizer=optimizer)
-
-
-@vary("shards", [False, True])
-def test_optimizers_that_differ(ranks, shards):
-    """Partitions would hold other parameters on each rank, and a rank would step, or cut, another one's values."""
-    first, second = ranks(2).run(optimizers_that_differ, shards, timeout=120)
-    said = "name of parameter 0 of group 0 of the optimizer is first.weight on rank 0 and layers.1.bias on rank 1"
-    assert f"the optimizers of the ranks differ: {said}" in second and said in first
-
-
-def buffers_that_differ():
-    module = Model()
-    if dist.get_rank():
-        other_buffer(module)
-    engine = engine_by_configuration(module.to(device()), True)
-    engine.destroy()
-    return True
+        said = outcome(make_engine, module, Case(config={"compile": section}), optimizer=optimizer)
+    difference = (
+        "name of parameter 0 of group 0 of the optimizer is first.weight on rank 0 and layers.1.bias on rank 1"
+    )
+    wanted = f"the optimizers of the ranks differ: {difference}" if dist.get_rank() else difference
+    assert wanted in said
 
 
 @pytest.mark.quick
-def test_buffers_that_nobody_sends_may_differ(ranks):
+@on_ranks(2)
+def test_buffers_that_nobody_sends_may_differ():
     """Without sharding nobody sends buffers, so ranks may have their own."""
-    assert ranks(2).run(buffers_that_differ) == [True, True]
+    module = Model()
+    if dist.get_rank():
+        other_buffer(module)
+    engine_by_configuration(module.to(device()), True).destroy()

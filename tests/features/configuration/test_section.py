@@ -9,11 +9,13 @@ import traceback
 from typing import NamedTuple
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed.compile.config import CompileConfig
 
 from support.beside import logged, warnings_logged
 from support.ids import vary
+from support.on_ranks import gathered, on_ranks
 from support.options import SMALL, outcome, train_prepared
 from support.training import BOUND, Case, build, make_engine, make_optimizer
 
@@ -31,23 +33,20 @@ OF_THE_FORK = {
 }
 
 
-def trained_without_deepcompile():
-    """Returns the warnings of an engine with options of the fork and ``deepcompile: false``, and its error."""
+@pytest.mark.options("compile.deepcompile")
+@on_ranks(2)
+def test_without_deepcompile_it_trains_as_deepspeed():
+    """``deepcompile: false`` would not be the one switch: other options would be refused, act, or be lost unsaid."""
     case = Case(model=SMALL, config={"compile": {"deepcompile": False, **OF_THE_FORK}}, deepcompile=False)
     module = build(case)
     with warnings_logged() as texts:
         engine = make_engine(module, case)
         error = train_prepared(case, module, engine)
-    return [text for text in texts if "compile." in text], error
-
-
-@pytest.mark.options("compile.deepcompile")
-def test_without_deepcompile_it_trains_as_deepspeed(ranks):
-    """``deepcompile: false`` would not be the one switch: other options would be refused, act, or be lost unsaid."""
-    (told, error), (of_other, other_error) = ranks(2).run(trained_without_deepcompile)
-    (sentence,) = told
-    assert not of_other and max(error, other_error) < BOUND
-    assert sorted(re.findall(r"compile\.(\w+)", sentence.partition(" have no effect")[0])) == sorted(OF_THE_FORK)
+    assert error < BOUND
+    told = [text for text in texts if "compile." in text]
+    assert len(told) == (dist.get_rank() == 0)
+    for sentence in told:
+        assert sorted(re.findall(r"compile\.(\w+)", sentence.partition(" have no effect")[0])) == sorted(OF_THE_FORK)
 
 
 @pytest.mark.quick
@@ -264,29 +263,8 @@ def test_an_option_outside_of_its_section(section, option):
     CompileConfig.refuse_elsewhere({"compile": {option: True}, "zero_optimization": True})
 
 
-class Raised(NamedTuple):
-    kind: str
-    text: str
-    tracebacks: int  # that are printed
-    ours: int  # frames of this fork in them
-
-
-def raised_by(configs):
-    """Returns for each configuration what deepspeed.initialize() raised."""
-    seen = []
-    for config in configs:
-        section = config.get("compile", {})
-        config = {**config, "compile": {"deepcompile": True, **section} if isinstance(section, dict) else section}
-        try:
-            make_engine(build(Case(model=SMALL)), Case(deepcompile=False, config=config)).destroy()
-        except Exception as error:
-            printed = "".join(traceback.format_exception(error))
-            ours = len(re.findall(r"deepspeed/compile/[^\n]+, line", printed))
-            seen.append(Raised(type(error).__name__, str(error), printed.count("Traceback (most recent"), ours))
-    return seen
-
-
-def test_a_refusal_is_one_error_on_every_rank(ranks):
+@on_ranks(2)
+def test_a_refusal_is_one_error_on_every_rank():
     """The sentence would come in the first step, stand below frames that say nothing, or differ between ranks."""
     configs = [
         {"compile": {"shard_paramters": True}},
@@ -303,10 +281,19 @@ def test_a_refusal_is_one_error_on_every_rank(ranks):
         {"zero_optimization": {"deepcompile": True}},
         {"hybrid_engine": {"enabled": True}},
     ]
-    first, other = ranks(2).run(raised_by, configs)
-    assert first == other and len(first) == len(configs)
-    for kind, text, tracebacks, ours in first:
-        assert kind == "ValueError" and "\n" not in text and tracebacks == 1 and ours <= 2, (kind, text, ours)
+    seen = []
+    for config in configs:
+        section = config.get("compile", {})
+        config = {**config, "compile": {"deepcompile": True, **section} if isinstance(section, dict) else section}
+        with pytest.raises(Exception) as raised:
+            make_engine(build(Case(model=SMALL)), Case(deepcompile=False, config=config)).destroy()
+        seen.append((type(raised.value), str(raised.value), "".join(traceback.format_exception(raised.value))))
+        del raised
+    assert gathered([text for _, text, _ in seen]) == [[text for _, text, _ in seen]] * 2
+    for kind, text, printed in seen:
+        ours = re.findall(r"deepspeed/compile/[^\n]+, line", printed)
+        assert kind is ValueError and "\n" not in text and len(ours) <= 2, printed
+        assert printed.count("Traceback (most recent") == 1, printed
 
 
 BF16 = {"bf16": {"enabled": True}}
@@ -356,8 +343,14 @@ KNOWN_AT_THE_BEGINNING = [
 ]
 
 
-def refused_at_the_beginning():
-    """Returns for each of these what is said, and whether the model and the optimizer are as they were."""
+def state_of(module, optimizer):
+    tensors = [*module.parameters(), *(parameter for group in optimizer.param_groups for parameter in group["params"])]
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors], len(optimizer.state)
+
+
+@on_ranks(2)
+def test_what_the_configuration_shows_is_refused_before_anything_is_changed():
+    """A refused model would have been cast and moved, and its optimizer be given the partitions of no engine."""
     seen, case = [], Case(model=SMALL, adam=True, deepcompile=False)
     for section, config, _ in KNOWN_AT_THE_BEGINNING:
         module = build(case)
@@ -370,19 +363,8 @@ def refused_at_the_beginning():
         refused = dataclasses.replace(case, dtype="fp16" if "fp16" in config else "fp32", config={**config, **own})
         said = outcome(make_engine, module, refused, **arguments)
         seen.append((said or "nothing", not devices and state_of(module, optimizer) == before))
-    return seen
-
-
-def state_of(module, optimizer):
-    tensors = [*module.parameters(), *(parameter for group in optimizer.param_groups for parameter in group["params"])]
-    return [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors], len(optimizer.state)
-
-
-def test_what_the_configuration_shows_is_refused_before_anything_is_changed(ranks):
-    """A refused model would have been cast and moved, and its optimizer be given the partitions of no engine."""
-    first, other = ranks(2).run(refused_at_the_beginning)
-    assert first == other
-    for (_, _, says), (said, is_unchanged) in zip(KNOWN_AT_THE_BEGINNING, first, strict=True):
+    assert gathered(seen) == [seen] * 2
+    for (_, _, says), (said, is_unchanged) in zip(KNOWN_AT_THE_BEGINNING, seen, strict=True):
         assert said.startswith("ValueError: ") and says in said
         assert is_unchanged, said
 
@@ -400,19 +382,6 @@ ADVISED_AT_THE_BEGINNING = [
 ]
 
 
-def made_as_advised(folder):
-    """Returns what is raised where engines are made as is advised."""
-    raised = []
-    for _, section, config in ADVISED_AT_THE_BEGINNING:
-        if "memory_picture" in section:
-            section = {**section, "memory_picture": {"folder": folder}}
-        dtype = "fp16" if "fp16" in config else "fp32"
-        config = {**config, "compile": {"deepcompile": True, **section}}
-        case = Case(model=SMALL, adam=True, deepcompile=False, dtype=dtype, config=config)
-        raised.append(outcome(lambda case=case: make_engine(build(case), case).destroy()))
-    return raised
-
-
 @pytest.mark.follows(
     "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2",
     "keeps no {}; leave one of them out",
@@ -420,7 +389,15 @@ def made_as_advised(folder):
     "there are some in {}; set bf16.enabled",
     "this engine will have BF16_Optimizer; leave {} out",
 )
-def test_what_is_advised_at_the_beginning(ranks, tmp_path):
+@on_ranks(1)
+def test_what_is_advised_at_the_beginning(tmp_path):
     """Who changes the configuration as a sentence says would be refused again, by what the optimizer shows."""
-    (raised,) = ranks(1).run(made_as_advised, str(tmp_path))
+    raised = []
+    for _, section, config in ADVISED_AT_THE_BEGINNING:
+        if "memory_picture" in section:
+            section = {**section, "memory_picture": {"folder": str(tmp_path)}}
+        dtype = "fp16" if "fp16" in config else "fp32"
+        config = {**config, "compile": {"deepcompile": True, **section}}
+        case = Case(model=SMALL, adam=True, deepcompile=False, dtype=dtype, config=config)
+        raised.append(outcome(lambda case=case: make_engine(build(case), case).destroy()))
     assert raised == [None] * len(ADVISED_AT_THE_BEGINNING)

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.features.copy_engines import mapped
 from deepspeed.compile.features.copy_engines.possible import why_impossible, why_not_on_this_rank
+from deepspeed.compile.zero_1_and_2.parameter.carrier import MappedMemory
 
 from support.lifetime import alive_soon, backward, start
+from support.on_ranks import on_ranks
 from support.training import Case
 
+pytestmark = pytest.mark.options("compile.copy_engines")
 PROGRAM = Path(__file__).with_name("carry.py")
 
 
-@pytest.mark.options("compile.copy_engines")
 def test_hosts_are_told_apart_by_the_launcher(monkeypatch):
     """Without this, ranks of several hosts could try to map each other's memory, and hang in that."""
     import deepspeed.compile.features.copy_engines.possible as possible
@@ -37,7 +38,6 @@ def test_hosts_are_told_apart_by_the_launcher(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.options("compile.copy_engines")
 def test_streams_that_share_a_queue(monkeypatch):
     """A stream that waits for a rank would hold up what that rank waits for: both would hang."""
     group = mock.Mock(**{"_get_backend.return_value.name.return_value": "nccl"})
@@ -47,43 +47,34 @@ def test_streams_that_share_a_queue(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.options("compile.copy_engines")
-def test_mapped_memory_is_counted_as_long_as_it_lives(monkeypatch):
+def test_mapped_memory_is_counted_as_long_as_it_lives():
     """Memory of a tensor whose data has moved would count as mapped, or memory that another tensor has would not."""
-    monkeypatch.setattr(mapped, "_alive", [])
-    flat, other = torch.zeros(1000), torch.zeros(30)
-    mapped.count(flat)
-    mapped.count(other)
-    assert mapped.mapped_bytes() == 4120
+    mapped, flat, other = MappedMemory(), torch.zeros(1000), torch.zeros(30)
+    mapped.add(flat)
+    mapped.add(other)
+    assert mapped.nbytes == 4120
     flat.data = other.data
     del other
-    assert mapped.mapped_bytes() == 120
+    assert mapped.nbytes == 120
     del flat
-    assert mapped.mapped_bytes() == 0
+    assert mapped.nbytes == 0
 
 
-def memory_that_is_left():
-    """Returns whether memory of flat tensors lives on when parameters are on the host."""
+@on_ranks(1)
+def test_nothing_keeps_the_memory_of_parameters_that_are_on_the_host():
+    """Mapped memory is free when nothing refers to it, and a program that makes room on the GPU would get none."""
     _, engine = start(Case())
     backward(engine, 0)
     engine.step()
     memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.bit16_groups_flat]
-    assert memory and not any(each.expired() for each in memory)
+    assert memory and not any(storage.expired() for storage in memory)
     engine.offload_states()
-    left = alive_soon(memory)
+    assert alive_soon(memory) == 0
     engine.reload_states()
     engine.destroy()
-    return left > 0
-
-
-@pytest.mark.options("compile.copy_engines")
-def test_nothing_keeps_the_memory_of_parameters_that_are_on_the_host(ranks):
-    """Mapped memory is free when nothing refers to it, and a program that makes room on the GPU would get none."""
-    assert ranks(1).run(memory_that_is_left) == [False]
 
 
 @pytest.mark.slow
-@pytest.mark.options("compile.copy_engines")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("ranks", [2, 4], ids=str)
 def test_ranks_that_share_a_gpu(ranks):

@@ -19,6 +19,8 @@ from deepspeed.compile.features.copy_engines.native import native
 from deepspeed.compile.zero_1_and_2.collectives import collective
 
 from support.ids import vary
+from support.on_ranks import on_ranks
+from support.options import outcome
 
 pytestmark = pytest.mark.options("compile.copy_engines")
 STAGED, PULLED = 0, 1
@@ -218,42 +220,30 @@ def test_words_of_another_shape_are_refused():
         signals(torch.zeros(3, 1, 1, dtype=torch.int32))
 
 
-def share(count):
-    """Makes words several times, and writes this rank's. Returns the words of all ranks, and what is left of files."""
+@on_ranks(3)
+def test_ranks_share_words():
+    """Without this, ranks could map different memory, and files could be left in memory for ever."""
     group, rank = torch.distributed.group.WORLD, torch.distributed.get_rank()
     before = set(Path(SHARED).glob("deepcompile-signals-*"))
-    seen = []
-    for number in range(count):
+    for number in range(2):
         words = shared_words(group)
         assert not bool(words.any())
         torch.distributed.barrier()
         words[rank, PULLED, 0] = 10 * number + rank + 1
         torch.distributed.barrier()
-        seen.append(words[:, PULLED, 0].tolist())
-    return seen, len(set(Path(SHARED).glob("deepcompile-signals-*")) - before)
+        assert words[:, PULLED, 0].tolist() == [10 * number + other + 1 for other in range(3)] + [0]
+    assert not set(Path(SHARED).glob("deepcompile-signals-*")) - before
 
 
-def test_ranks_share_words(ranks):
-    """Without this, ranks could map different memory, and files could be left in memory for ever."""
-    for seen, files in ranks(3).run(share, 2):
-        assert seen == [[1, 2, 3, 0], [11, 12, 13, 0]] and files == 0
-
-
-def share_nothing():
-    """Makes words where the second rank does not find the first one's file."""
-    rank = torch.distributed.get_rank()
-    try:
-        with mock.patch("builtins.open", side_effect=FileNotFoundError) if rank else contextlib.nullcontext():
-            shared_words(torch.distributed.group.WORLD)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def test_a_rank_that_cannot_map_the_words_ends_all(ranks):
+@on_ranks(2)
+def test_a_rank_that_cannot_map_the_words_ends_all():
     """Without this, ranks in containers with memory of their own could wait for each other for ever."""
-    first, second = ranks(2).run(share_nothing)
-    assert first.startswith("RuntimeError: rank 1 could not map another rank's memory for signals")
-    assert second.startswith("FileNotFoundError")
+    rank = torch.distributed.get_rank()
+    # The second rank does not find the first one's file.
+    with mock.patch("builtins.open", side_effect=FileNotFoundError) if rank else contextlib.nullcontext():
+        said = outcome(shared_words, torch.distributed.group.WORLD)
+    causes = ("RuntimeError: rank 1 could not map another rank's memory for signals", "FileNotFoundError")
+    assert said.startswith(causes[rank])
 
 
 @pytest.mark.quick

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.features.copy_engines.mapped import mapped_bytes
+from deepspeed.compile.zero_1_and_2.parameter.carrier import mapped_memory
 
 
 class Block(torch.nn.Module):
@@ -91,12 +91,12 @@ def trained(copy_engines, steps=6, accumulation=1, reloads=False, moves=False, *
         engine.load_checkpoint(folders[0])
         losses += run(engine, 3)
     if moves:
-        before, flats = mapped_bytes(), engine.optimizer.bit16_groups_flat
+        before, flats = mapped_memory.nbytes, engine.optimizer.bit16_groups_flat
         engine.offload_states()
-        freed = before - mapped_bytes()
+        freed = before - mapped_memory.nbytes
         assert freed == (sum(flat.nbytes for flat in flats) if copy_engines else 0), freed
         engine.reload_states()
-        assert mapped_bytes() == before
+        assert mapped_memory.nbytes == before
         losses += run(engine, 3)
     carriers = [type(carrier).__name__ for carrier in vars(engine.optimizer)["carriers"].values()]
     masters = engine.optimizer.single_partition_of_fp32_groups

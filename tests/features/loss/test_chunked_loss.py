@@ -15,19 +15,12 @@ from support.beside import Beside, Outcome, warnings_logged
 from support.chunked_loss import profiled_backward, small_chunks
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, FillsPartition
+from support.on_ranks import on_ranks
 from support.options import ALSO_WARNED
 from support.training import BOUND, Case, batch, device, make_engine, total_error
 
 ON = {"compile": {"chunked_loss": True}}
 WHOLE = {"compile": {"chunked_loss": True, "regional_compilation": False}}
-
-
-class Trained(NamedTuple):
-    chunked: int  # graphs whose loss is computed in chunks
-    chunks: List[int]  # how many chunks each backward had
-    outcome: Outcome
-    logits: float  # relative error of the last logits
-    losses: float  # relative error of the last loss
 
 
 def make(name):
@@ -40,8 +33,8 @@ def rows_of(name, step, micro_step=0, rows=2):
     return {key: value.to(device()) for key, value in inputs.items()}
 
 
-def train(name, case, prepare=None, rows=(2, 2), **more):
-    """Trains beside a plain loop, a step with each of so many rows."""
+def check_in_chunks(name, case, prepare=None, rows=(2, 2), **more):
+    """Trains in chunks beside a plain loop, a step with each of so many rows."""
     module = make(name)
     if prepare:
         prepare(module)
@@ -55,20 +48,12 @@ def train(name, case, prepare=None, rows=(2, 2), **more):
                 pair.engine.step()
                 (expected.loss / case.accumulation).backward()
             pair.step_plain()
-    return Trained(
-        chunked=len(seen.graphs),
-        chunks=seen.chunks,
-        outcome=pair.end(),
-        logits=total_error([outputs.logits], [expected.logits]),
-        losses=total_error([outputs.loss], [expected.loss]),
-    )
-
-
-def check(results):
-    for result in results:
-        assert max(result.outcome.total_error, result.logits, result.losses) < BOUND, result
-        assert result.outcome.moved > 1e-3 and result.outcome.held == 0, result
-        assert result.chunked > 0 and result.chunks and min(result.chunks) > 1, result
+    result = pair.end()
+    assert result.total_error < BOUND and result.moved > 1e-3 and result.held == 0, result
+    assert total_error([outputs.logits], [expected.logits]) < BOUND
+    assert total_error([outputs.loss], [expected.loss]) < BOUND
+    # Graphs, and the chunks of each backward.
+    assert seen.graphs and seen.chunks and min(seen.chunks) > 1
 
 
 @pytest.mark.options("compile.chunked_loss")
@@ -79,10 +64,11 @@ def check(results):
     [pytest.param(1, "inductor", (2, 2, 3, 3), marks=pytest.mark.slow), (2, "eager", (2, 2))],
     expects="rows",
 )
-def test_in_chunks_it_trains_as_a_plain_loop(ranks, stage, backend, rows, config, name):
+@on_ranks(1)
+def test_in_chunks_it_trains_as_a_plain_loop(stage, backend, rows, config, name):
     """The loss of a model of transformers would not be found, or its head be given the gradient of one chunk."""
     pytest.importorskip("transformers")
-    check(ranks(1).run(train, name, Case(stage=stage, backend=backend, config=config, bucket=20000), rows=rows))
+    check_in_chunks(name, Case(stage=stage, backend=backend, config=config, bucket=20000), rows=rows)
 
 
 def freeze_head(model):
@@ -100,10 +86,11 @@ def checkpoint(model):
 
 @vary("prepare", [freeze_head, train_the_head_alone, checkpoint])
 @vary("config", [ON, WHOLE])
-def test_in_chunks_with_a_model(ranks, config, prepare):
+@on_ranks(1)
+def test_in_chunks_with_a_model(config, prepare):
     """Where the head or the hidden states train not, a gradient of the loss would be computed or waited for."""
     pytest.importorskip("transformers")
-    check(ranks(1).run(train, "Qwen3", Case(config=config, bucket=20000), prepare=prepare))
+    check_in_chunks("Qwen3", Case(config=config, bucket=20000), prepare=prepare)
 
 
 class Smooths(BlocksWithin):
@@ -131,11 +118,12 @@ def train_own(model, case):
 
 @vary("stage", [1, 2])
 @vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_in_chunks_with_accumulation_and_a_given_number_of_items(ranks, stage, backend):
+@on_ranks(1)
+def test_in_chunks_with_accumulation_and_a_given_number_of_items(stage, backend):
     """The sum of losses that a trainer divides by its number of items would be divided by that of the tokens."""
     pytest.importorskip("transformers")
     case = Case(stage=stage, backend=backend, accumulation=2, config=ON, bucket=20000)
-    check(ranks(1).run(train, "Phi", case, num_items_in_batch=torch.tensor(7)))
+    check_in_chunks("Phi", case, num_items_in_batch=torch.tensor(7))
 
 
 @vary("dtype", ["bf16", "fp16"])
@@ -149,20 +137,22 @@ def test_in_chunks_low_precision_is_as_close_to_fp32_as_in_one_piece(ranks, dtyp
     assert 0 < error < 1.2 * bound < 0.1
 
 
-def test_a_loss_that_does_not_fit_stays_in_one_piece(ranks):
+@on_ranks(2)
+def test_a_loss_that_does_not_fit_stays_in_one_piece():
     """A loss that chunks cannot compute would be computed in chunks all the same, or each rank tell of it."""
-    first, other = ranks(2).run(train_own, Smooths, Case(config=ON))
-    assert first.warnings == [f"[Rank 0] {ALSO_WARNED['compile.chunked_loss']}"] and not other.warnings
-    for result in (first, other):
-        assert result.chunked == 0 and result.outcome.error < BOUND
+    result = train_own(Smooths, Case(config=ON))
+    said = [f"[Rank 0] {ALSO_WARNED['compile.chunked_loss']}"]
+    assert result.warnings == (said if dist.get_rank() == 0 else [])
+    assert result.chunked == 0 and result.outcome.error < BOUND
 
 
-def train_by_size(evaluates):
-    """Trains with lengths of which only six are many logits, in the last steps on one rank only.
-
-    Returns how many backwards were in chunks after each step, and what came of training.
-    """
-    found, rank = [], dist.get_rank()
+@pytest.mark.options("compile.chunked_loss")
+@vary("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_chunks_by_size(evaluates):
+    """A graph that first saw few logits would never be in chunks, or a rank with few wait for one with many."""
+    by_size, rank = [], dist.get_rank()
+    # Only six are many logits, in the last steps on one rank only.
     with small_chunks(numel=128, many=2 * 6 * VOCABULARY) as seen:
         pair = Beside(FillsPartition(), Case())
         for step, length in enumerate((4, 4, 2, 6, 4, 6, 6 - 2 * rank, 4 + 2 * rank)):
@@ -171,18 +161,10 @@ def train_by_size(evaluates):
                 with torch.no_grad():
                     pair.engine(ids)
             pair.step(ids)
-            found.append(len(seen.chunks))
-    return found, pair.end()
-
-
-@pytest.mark.options("compile.chunked_loss")
-@vary("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_chunks_by_size(ranks, evaluates):
-    """A graph that first saw few logits would never be in chunks, or a rank with few wait for one with many."""
-    for rank, (by_size, outcome) in enumerate(ranks(2).run(train_by_size, evaluates)):
-        # Only the backwards of length six are in chunks, although one graph served other lengths before.
-        assert by_size == [0, 0, 0, 1, 1, 2, 3 - rank, 3]
-        assert outcome.error < BOUND
+            by_size.append(len(seen.chunks))
+    # Only the backwards of length six are in chunks, although one graph served other lengths before.
+    assert by_size == [0, 0, 0, 1, 1, 2, 3 - rank, 3]
+    assert pair.end().error < BOUND
 
 
 # Memory -------------------------------------------------------------------------------------------------------------

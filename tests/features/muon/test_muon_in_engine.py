@@ -3,7 +3,6 @@
 """What goes on around an engine with DeepSpeed's own Muon: schedulers, autocast, states moved, memory, conversions."""
 
 import gc
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from support.checkpoints import to_universal
 from support.ids import vary
 from support.lifetime import least_allocated_bytes, take_elsewhere
 from support.muon import Training, check, momenta, seen, start, train, train_beside
+from support.on_ranks import gathered, on_ranks
 from support.options import outcome
 from support.training import device, relative_error
 
@@ -48,21 +48,15 @@ def test_autocast_in_bf16(ranks):
 # States moved away and back ----------------------------------------------------------------------------------------
 
 
-class Moved(NamedTuple):
-    """What training came to whose states were moved away and back between steps."""
-
-    errors: List[float]  # of parameters, masters and momentum, against states that stay
-    steps: float  # how far the steps went
-    momenta: int  # of this rank
-    moves: int  # of a momentum to other memory
-
-
-def train_with_states_moved(training):
+@on_ranks(2)
+def test_states_moved_away_and_back():
+    """A step that kept the momentum it once found would read memory that others have by now."""
+    training = Training(stage=2)
     module, engine = start(training, deepcompile=True)
     before = [parameter.detach().clone() for parameter in module.parameters()]
     train(engine, training, range(4))
     expected = seen(module, engine)
-    steps = relative_error(module.parameters(), before)
+    assert relative_error(module.parameters(), before) > 1e-2
     engine.destroy()
     module, engine = start(training, deepcompile=True)
     moves = 0
@@ -75,32 +69,29 @@ def train_with_states_moved(training):
         engine.reload_states(non_blocking=step % 2 == 1)
     actual = seen(module, engine)
     number = len(momenta(engine))
+    assert any(gathered(number))
+    # Each step has moved each momentum of this rank to other memory.
+    assert moves == 4 * number
     engine.destroy()
-    return Moved([relative_error(*pair) for pair in zip(actual, expected, strict=True)], steps, number, moves)
-
-
-def test_states_moved_away_and_back(ranks):
-    """A step that kept the momentum it once found would read memory that others have by now."""
-    moved = ranks(2).run(train_with_states_moved, Training(stage=2))
-    for result in moved:
-        assert result.errors == [0.0, 0.0, 0.0] and result.steps > 1e-2
-        assert result.moves == 4 * result.momenta
-    assert any(result.momenta for result in moved)
+    assert [relative_error(*pair) for pair in zip(actual, expected, strict=True)] == [0.0, 0.0, 0.0]
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
-    """Bytes that training has left behind a step."""
-
-    momentum: int
-    of_states: int  # of Muon and of Adam
-    of_tensors: int  # of all tensors that were not there before the first step
-    allocated: int  # more than after the first step
+def _storages():
+    """Returns the place of the memory of each tensor that is no small one -> its bytes."""
+    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
+    memory = [tensor.untyped_storage() for tensor in tensors if tensor.numel() > SMALL]
+    return {storage.data_ptr(): storage.nbytes() for storage in memory}
 
 
-def kept_by_steps(training):
+@pytest.mark.options("optimizer")
+@vary("world, depth", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_only_states_stay_between_steps(world, depth):
+    """The memory of whole matrices, or of what ranks exchange, would be as large as the momentum."""
+    training = Training(model="Wide", depth=depth, stage=2, bucket=10**6)
     module, engine = start(training, deepcompile=True)
     gc.collect()
     before = _storages()
@@ -116,25 +107,10 @@ def kept_by_steps(training):
     sizes = [state.nbytes for state in states if isinstance(state, torch.Tensor) and state.numel() > SMALL]
     momentum = sum(buffer.nbytes for buffer in momenta(engine))
     engine.destroy()
-    return Kept(momentum, sum(sizes), new, allocated)
-
-
-def _storages():
-    """Returns the place of the memory of each tensor that is no small one -> its bytes."""
-    tensors = [value for value in gc.get_objects() if type(value) in (torch.Tensor, torch.nn.Parameter)]
-    memory = [tensor.untyped_storage() for tensor in tensors if tensor.numel() > SMALL]
-    return {storage.data_ptr(): storage.nbytes() for storage in memory}
-
-
-@pytest.mark.options("optimizer")
-@vary("world, depth", [(2, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
-def test_only_states_stay_between_steps(ranks, world, depth):
-    """The memory of whole matrices, or of what ranks exchange, would be as large as the momentum."""
-    for kept in ranks(world).run(kept_by_steps, Training(model="Wide", depth=depth, stage=2, bucket=10**6)):
-        assert kept.momentum > 10**6
-        assert kept.of_tensors == kept.of_states, kept
-        # What a C heap comes and goes by is small against it.
-        assert kept.allocated < 0.1 * kept.momentum, kept
+    assert momentum > 10**6
+    assert new == sum(sizes)
+    # What a C heap comes and goes by is small against it.
+    assert allocated < 0.1 * momentum
 
 
 # Checkpoints for other ranks ---------------------------------------------------------------------------------------
@@ -171,24 +147,17 @@ def test_checkpoints_are_for_as_many_ranks(ranks, tmp_path):
         assert "DP world size of 2 but the current world size is 1" in said
 
 
-def states_behind_a_load(training, folder):
-    """Returns how far apart a state of Adam's is before a checkpoint is saved and after it was loaded."""
+@on_ranks(2)
+def test_states_are_read_where_a_rank_has_no_matrix(tmp_path):
+    """A rank without momentum would link no states of Adam either, and others would wait for it when one is read."""
+    training = Training(model="OneSmallMatrix")
     module, engine = start(training, deepcompile=True)
     train(engine, training, range(2))
     expected = safe_get_full_optimizer_state(module.embedding.weight, "exp_avg").clone()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(tmp_path)
     engine.destroy()
     module, engine = start(training, deepcompile=True, seed=1)
-    engine.load_checkpoint(folder)
-    error = relative_error([safe_get_full_optimizer_state(module.embedding.weight, "exp_avg")], [expected])
-    has_momentum = bool(momenta(engine))
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(safe_get_full_optimizer_state(module.embedding.weight, "exp_avg"), expected)
+    assert bool(momenta(engine)) == (dist.get_rank() == 0)
     engine.destroy()
-    return error, has_momentum
-
-
-def test_states_are_read_where_a_rank_has_no_matrix(ranks, tmp_path):
-    """A rank without momentum would link no states of Adam either, and others would wait for it when one is read."""
-    training = Training(model="OneSmallMatrix")
-    errors, with_momentum = zip(*ranks(2).run(states_behind_a_load, training, str(tmp_path)), strict=True)
-    assert with_momentum == (True, False)
-    assert errors == (0.0, 0.0)

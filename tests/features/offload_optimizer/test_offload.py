@@ -8,7 +8,7 @@
 
 import contextlib
 import copy
-from typing import Dict, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.beside import Beside
@@ -23,7 +24,8 @@ from support.faults import half_a_step, on_every_rank
 from support.ids import vary
 from support.lifetime import address_space_left, backward, start
 from support.models import CASES
-from support.options import ALSO_WARNED, train_and_collect_warnings
+from support.on_ranks import on_ranks
+from support.options import ALSO_WARNED, outcome, train_and_collect_warnings
 from support.training import (
     BOUND,
     NOTHING,
@@ -102,44 +104,28 @@ def test_offloaded_layouts(ranks, world, model, stage):
     check_trained(ranks(world).run(train_beside_plain_loop, case))
 
 
-class Memory(NamedTuple):
-    """What an engine holds at each moment of a step: the counters, and where gradients and masters lie."""
-
-    counters: Dict[str, Dict[str, int]]
-    partition: int  # bytes of this rank's gradients
-    on_host: bool  # gradients that were handed over, and masters
-    is_master_free: bool  # masters have no gradients of their own between steps
-
-
-def follow_a_step(case):
-    module, engine = start(case)
-    optimizer, counters = engine.optimizer, {}
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_no_gradient_stays_on_the_device(stage):
+    """A gradient that was copied and kept would take the device memory that offloading is to save."""
+    _, engine = start(Case(stage=stage, accumulation=2, dtype="bf16", offloaded=True))
+    optimizer = engine.optimizer
     backward(engine)
-    counters["first backward"] = held(gradient_counters(engine))
+    first = held(gradient_counters(engine))
     engine.step()
     backward(engine, micro_step=1)
-    counters["last backward"] = held(gradient_counters(engine))
-    tensors = [*optimizer.averaged_gradients[0], *optimizer.single_partition_of_fp32_groups]
-    partition = sum(view.numel() * view.element_size() for view in optimizer.averaged_gradients[0])
+    gradients, masters = [*optimizer.averaged_gradients[0]], optimizer.single_partition_of_fp32_groups
+    on_host = {**NOTHING, "on_host": sum(view.numel() * view.element_size() for view in gradients)}
+    if stage == 2:
+        assert first == on_host
+    else:
+        assert first["unreduced"] > 0
+    assert held(gradient_counters(engine)) == on_host
     engine.step()
-    counters["step"] = held(gradient_counters(engine))
-    is_master_free = optimizer.single_partition_of_fp32_groups[0].grad is None
+    assert held(gradient_counters(engine)) == NOTHING
+    assert all(tensor.is_cpu for tensor in [*gradients, *masters])
+    assert masters[0].grad is None
     engine.destroy()
-    return Memory(counters, partition, all(tensor.is_cpu for tensor in tensors), is_master_free)
-
-
-@vary("stage", [1, 2])
-def test_no_gradient_stays_on_the_device(ranks, stage):
-    """A gradient that was copied and kept would take the device memory that offloading is to save."""
-    for memory in ranks(2).run(follow_a_step, Case(stage=stage, accumulation=2, dtype="bf16", offloaded=True)):
-        on_host = {**NOTHING, "on_host": memory.partition}
-        if stage == 2:
-            assert memory.counters["first backward"] == on_host
-        else:
-            assert memory.counters["first backward"]["unreduced"] > 0
-        assert memory.counters["last backward"] == on_host
-        assert memory.counters["step"] == NOTHING
-        assert memory.on_host and memory.is_master_free
 
 
 def engine_with_optimizer_of_configuration(module, params, config, deepcompile=True, around=None):
@@ -159,73 +145,45 @@ def engine_with_optimizer_of_configuration(module, params, config, deepcompile=T
     return engine
 
 
-class Stepped(NamedTuple):
-    """What an optimizer that DeepSpeed has made came to, against one of torch in a plain loop."""
-
-    optimizer: str
-    masters: float
-    states: float
-    ranges: int
-
-
-def train_with_optimizer_of_configuration(params, numel):
-    """Trains with an optimizer that the configuration names, range by range, beside torch's AdamW."""
-    from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-
-    torch._dynamo.reset()
+@vary("params, name", [({}, "DeepSpeedCPUAdam"), ({"torch_adam": True}, "AdamW")], expects="name")
+@on_ranks(2)
+def test_the_optimizer_that_deepspeed_makes(params, name):
+    """DeepSpeed's Adam for CPUs, cut into ranges, would count a step for each range."""
     settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
     module = build(Case())
     plain = copy.deepcopy(module)
     engine = engine_with_optimizer_of_configuration(module, {**settings, **params}, {"gradient_clipping": 0.5})
+    assert type(engine.optimizer.optimizer).__name__ == name
     expected = torch.optim.AdamW(plain.parameters(), **settings)
     take, taken = PartitionGradient.scaled, []
-    PartitionGradient.scaled = lambda self, *span: taken.append(span) or take(self, *span)
-    try:
-        with ranges_of(numel):
-            for step in range(4):
-                backward(engine, step)
-                engine.step()
-                plain(batch(step, 0, dist.get_rank(), 4)).backward()
-                step_plain(plain, expected, 0.5)
-    finally:
-        PartitionGradient.scaled = take
+    noted = mock.patch.object(PartitionGradient, "scaled", lambda self, *span: taken.append(span) or take(self, *span))
+    with noted, ranges_of(50):
+        for step in range(4):
+            backward(engine, step)
+            engine.step()
+            plain(batch(step, 0, dist.get_rank(), 4)).backward()
+            step_plain(plain, expected, 0.5)
+    assert len(taken) > 8
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
     states = [
         (safe_get_full_optimizer_state(parameter, name), expected.state[other][name])
         for parameter, other in pairs
         for name in ("exp_avg", "exp_avg_sq")
     ]
-    result = Stepped(
-        type(engine.optimizer.optimizer).__name__,
-        relative_error([safe_get_full_fp32_param(parameter) for parameter, _ in pairs], plain.parameters()),
-        relative_error(*zip(*states, strict=True)),
-        len(taken),
-    )
+    masters = [safe_get_full_fp32_param(parameter) for parameter, _ in pairs]
+    assert relative_error(masters, plain.parameters()) < BOUND
+    assert relative_error(*zip(*states, strict=True)) < BOUND
     engine.destroy()
-    return result
-
-
-@vary("params, name", [({}, "DeepSpeedCPUAdam"), ({"torch_adam": True}, "AdamW")], expects="name")
-def test_the_optimizer_that_deepspeed_makes(ranks, params, name):
-    """DeepSpeed's Adam for CPUs, cut into ranges, would count a step for each range."""
-    for stepped in ranks(2).run(train_with_optimizer_of_configuration, params, numel=50):
-        assert stepped.optimizer == name
-        assert stepped.masters < BOUND and stepped.states < BOUND
-        assert stepped.ranges > 8
 
 
 MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
 
 
-class Masters(NamedTuple):
-    """What came of training with DeepCompile and without."""
-
-    difference: float
-    moved: float
-    dtype: str
-
-
-def masters_in_low_precision(dtype):
+@pytest.mark.options("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
+@vary("dtype, master", [("bf16", torch.bfloat16), ("fp16", torch.float16)], expects="master")
+@on_ranks(2)
+def test_masters_in_low_precision(dtype, master):
+    """The new parameters are written over gradients of the same format, which a range might still have to read."""
     section = {**low_precision(dtype, loss_scale_window=4)[dtype], MASTERS[dtype]: True}
     trained = []
     for deepcompile in (True, False):
@@ -236,18 +194,9 @@ def masters_in_low_precision(dtype):
             backward(engine, step)
             engine.step()
         trained.append([safe_get_full_fp32_param(parameter).float() for parameter in module.parameters()])
-        master_dtype = engine.optimizer.single_partition_of_fp32_groups[0].dtype
+        assert engine.optimizer.single_partition_of_fp32_groups[0].dtype == master
         engine.destroy()
-    return Masters(total_error(*trained), total_error(trained[0], build(Case()).parameters()), str(master_dtype))
-
-
-@pytest.mark.options("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
-@vary("dtype, master", [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")], expects="master")
-def test_masters_in_low_precision(ranks, dtype, master):
-    """The new parameters are written over gradients of the same format, which a range might still have to read."""
-    for masters in ranks(2).run(masters_in_low_precision, dtype):
-        assert masters.dtype == master
-        assert masters.difference < 1e-2 * masters.moved
+    assert total_error(*trained) < 1e-2 * total_error(trained[0], build(Case()).parameters())
 
 
 @vary("where, how", [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")])
@@ -260,32 +209,21 @@ def test_the_step_after_a_fault(ranks, stage, where, how):
         assert after.held_at_last == NOTHING
 
 
-def half_a_step_in_ranges(case, folder):
-    """The fault comes between two ranges."""
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_half_a_step_offloaded(tmp_path, stage):
+    """Ranges that were stepped before an interruption would be stepped again with what lies over their gradients."""
+    # The fault comes between two ranges.
     with ranges_of(7):
-        return half_a_step(case, folder)
+        after = half_a_step(Case(stage=stage, accumulation=3, groups=2, offloaded=True), str(tmp_path))
+    assert "was ended half way (Injected: behind the update)" in after.raised[1]
+    assert after.error < BOUND
 
 
 @vary("stage", [1, 2])
-def test_half_a_step_offloaded(ranks, tmp_path, stage):
-    """Ranges that were stepped before an interruption would be stepped again with what lies over their gradients."""
-    case = Case(stage=stage, accumulation=3, groups=2, offloaded=True)
-    for after in ranks(2).run(half_a_step_in_ranges, case, str(tmp_path)):
-        assert "was ended half way (Injected: behind the update)" in after.raised[1]
-        assert after.error < BOUND
-
-
-class Compiled(NamedTuple):
-    """What came of an engine that had gradients before it was compiled."""
-
-    error: float  # of the parameters beside an engine without DeepCompile
-    moved: float
-    refused: str  # what engine.compile() said between two micro-batches
-    is_attached: bool  # in the end
-
-
-def compiled_between_micro_batches(stage):
-    """Trains an engine that may compile itself, from a first micro-batch on that is in evaluation mode."""
+@on_ranks(2)
+def test_gradients_before_compile_are_not_lost(stage):
+    """The base keeps a first micro-batch's gradients in host memory of its own, which DeepCompile does not read."""
     config = {"gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
     offload(config)
     trained = []
@@ -295,28 +233,22 @@ def compiled_between_micro_batches(stage):
         engine = engine_by_configuration(module, deepcompile, **config)
         for step in range(3):
             for micro_step in range(2):
+                # The engine may compile itself from the first micro-batch on, which is in evaluation mode.
                 engine.train(step > 0 or micro_step > 0)
                 with compile_backend("eager"):
                     backward(engine, step, micro_step)
                     if deepcompile and (step, micro_step) == (0, 0):
-                        with pytest.raises(ValueError) as raised:
-                            engine.compile(backend="eager")
+                        said = outcome(engine.compile, backend="eager")
+                        assert said.startswith("ValueError")
+                        assert "gradients computed before engine.compile() would be lost" in said
                         # As if nobody had called it.
                         engine._compile_arguments = None
                     engine.step()
         trained.append([parameter.detach().clone() for parameter in module.parameters()])
-        is_attached = hasattr(engine.optimizer, "_deepcompile")
+        assert hasattr(engine.optimizer, "_deepcompile") == deepcompile
         engine.destroy()
     moved = relative_error(trained[0], build(Case()).parameters())
-    return Compiled(relative_error(*reversed(trained)), moved, str(raised.value), is_attached)
-
-
-@vary("stage", [1, 2])
-def test_gradients_before_compile_are_not_lost(ranks, stage):
-    """The base keeps a first micro-batch's gradients in host memory of its own, which DeepCompile does not read."""
-    for result in ranks(2).run(compiled_between_micro_batches, stage):
-        assert "gradients computed before engine.compile() would be lost" in result.refused
-        assert result.is_attached and result.error < BOUND < result.moved
+    assert relative_error(*reversed(trained)) < BOUND < moved
 
 
 class Large(torch.nn.Module):

@@ -165,6 +165,8 @@ READS = {
         torch.func.functional_call(torch.nn.Linear(2, 2, bias=False), {"weight": p}, torch.eye(2)).T
     ),
     "vmap": lambda p: torch.func.vmap(lambda row: row * 1)(p.data),
+    "vmap of itself": lambda p: torch.func.vmap(lambda row: row * 1)(p),
+    "vmap of a dict": lambda p: torch.func.vmap(lambda row: row["p"] * 1)({"p": p}),
 }
 
 
@@ -272,7 +274,7 @@ def copies(parameters):
     made = [torch.zeros(2, 2) for _ in parameters]
     with torch.no_grad():
         torch._foreach_copy_(made, parameters)
-    return sum(each.sum() for each in made)
+    return sum(tensor.sum() for tensor in made)
 
 
 COMPILED = {
@@ -314,3 +316,46 @@ def test_code_that_a_caller_compiles(how, backend, of):
             assert float(compiled(held)) == 36, step
             delayed.arrive_all()
     assert sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()) - before <= 2
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_code_that_was_compiled_before(left_out):
+    """Code that a caller has compiled before the engine's set-up would read old values of what a module holds, where
+    guards leave out the class: before torch 2.13, or by an option of Dynamo."""
+    torch._dynamo.reset()
+    delayed = Delayed(3.0, count=3)
+    module = torch.nn.ParameterList(delayed.parameters)
+    compiled = torch.compile(lambda: average(list(module)), backend=past_the_class, fullgraph=True)
+    delayed.arrive_all()
+    with torch._dynamo.config.patch(use_recursive_dict_tags_for_guards=left_out):
+        # Only a second call finds that the module holds the same objects.
+        assert [float(compiled()) for _ in range(2)] == [36, 36]
+        with all_guards(), all_guards():
+            delayed.send()
+            assert float(compiled()) == 36
+            delayed.arrive_all()
+
+
+def once(x: torch.Tensor):
+    return x * 1
+
+
+PAST_THE_CLASS = {
+    "grad": lambda p: torch.func.grad(lambda weight: weight.square().sum())(p) / 2,
+    "vjp": lambda p: torch.func.vjp(lambda weight: weight * 1, p)[0],
+    "jacrev": lambda p: torch.func.jacrev(lambda weight: weight.square().sum())(p) / 2,
+    "grad of another tensor": lambda p: torch.func.grad(lambda x, weight: (x * weight).sum())(torch.ones(2, 2), p),
+    "functionalize": lambda p: torch.func.functionalize(once)(p),
+    "torch.jit.script": lambda p: torch.jit.script(once)(p),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("how", PAST_THE_CLASS)
+def test_what_reads_past_the_class(how):
+    """A limit of docs/reference/options.md: torch calls nothing that the parameter's class sees. Where a new torch
+    does, the page would warn of what waits by itself."""
+    delayed = Delayed(3.0)
+    (parameter,) = delayed.parameters
+    assert PAST_THE_CLASS[how](parameter).tolist() == [[7.0, 7.0]] * 2 and not delayed.waits
+    assert PAST_THE_CLASS[how](parameter.detach()).tolist() == [[3.0, 3.0]] * 2

@@ -9,7 +9,6 @@ import os
 import pickle
 import tempfile
 import weakref
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.ids import vary
 from support.models import WITH_BLOCKS, Block, BlocksWithin
+from support.on_ranks import on_ranks
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
 from support.training import (
     BOUND,
@@ -91,39 +91,27 @@ def make(case, model):
     return Pair(module, make_engine(module, case), plain, make_optimizer(plain, case))
 
 
-class WithALateRank(NamedTuple):
-    error_of_losses: float  # the largest of a loss
-    error: float  # of the parameters
-    waited: List[int]  # numbers of the units that were waited for
-
-
-def train_with_a_late_rank(case, model):
-    """Trains where each rank in turn sends its parameters late."""
-    module, engine, plain, optimizer = make(case, model)
-    worst = 0.0
+@vary("model", MODELS)
+@on_ranks(2)
+def test_a_forward_waits_for_a_late_rank(model):
+    """A forward that reads a parameter past what waits for it computes with the old one, or with half of the new."""
+    module, engine, plain, optimizer = make(Case(config=OVERLAPPED), model)
+    errors = []
     with one_rank_late(DELAY) as waited:
         loss = engine(batch(0, 0, dist.get_rank(), 4))
-        for step in range(case.steps):
+        for step in range(4):
             engine.backward(loss)
             engine.step()
             # Right behind the step: the plain loop's collectives would wait for the late rank too.
             loss = engine(batch(step + 1, 0, dist.get_rank(), 4))
             train_plain(plain, optimizer, step)
-            worst = max(worst, relative_error([loss], [plain(batch(step + 1, 0, dist.get_rank(), 4))]))
+            errors.append(relative_error([loss], [plain(batch(step + 1, 0, dist.get_rank(), 4))]))
         wait_for_parameters(engine)
-    error = relative_error(module.parameters(), plain.parameters())
+    errors.append(relative_error(module.parameters(), plain.parameters()))
     engine.destroy()
     dist.barrier()
-    return WithALateRank(worst, error, sorted(set(waited)))
-
-
-@vary("model", MODELS)
-def test_a_forward_waits_for_a_late_rank(ranks, model):
-    """A forward that reads a parameter past what waits for it computes with the old one, or with half of the new."""
-    case = Case(config=OVERLAPPED, steps=4)
-    for result in ranks(2).run(train_with_a_late_rank, case, model):
-        assert result.error_of_losses < BOUND and result.error < BOUND
-        assert len(result.waited) >= 4, "the forward did not find parameters on their way"
+    assert max(errors) < BOUND
+    assert len(set(waited)) >= 4, "the forward did not find parameters on their way"
 
 
 def clones(tensors):
@@ -197,7 +185,7 @@ def read_after_a_step(case, how, model="Around"):
             expected = [plain(batch(9, 0, dist.get_rank(), 4))] if how in FORWARDS else list(plain.parameters())
             if how == "state_dict of a block":
                 expected = list(plain.body.blocks[0].state_dict().values())
-            worst = max(worst, relative_error(read, expected))
+            worst += relative_error(read, expected)  # NaN if one is
         if how == "destroy":
             break
     else:
@@ -222,62 +210,46 @@ def test_forwards_of_blocks_after_a_step(ranks, model, how):
         assert error < BOUND
 
 
-class Waits(NamedTuple):
-    """Which units' parameters were on their way, as sorted numbers."""
-
-    pending: List[List[int]]  # when each block began, and when the forward was done
-    after_step: List[int]
-    hooks: int  # that the engine has at the module to wait
-    compilations: int  # in the second step
-
-
-def order_of_waits(case):
-    """Takes two steps and records what each block waits for."""
-    module, engine, _, _ = make(case, "Around")
+@on_ranks(2)
+def test_each_block_waits_for_its_own():
+    """A forward that waited for all parameters at once would overlap nothing."""
+    module, engine, _, _ = make(Case(config=OVERLAPPED), "Around")
     in_use, pending = engine.optimizer._deepcompile.gather, []
 
     def watched(*_):
         pending.append(sorted(in_use._works))
 
     # A block has waited when its hooks run.
-    watching = [
-        submodule.register_forward_pre_hook(watched) for submodule in module.modules() if isinstance(submodule, Block)
-    ]
-    try:
-        for step in range(2):
-            pending.clear()
-            before = sum(FRAME_COMPILE_COUNTER.values())
-            loss = engine(batch(step, 0, dist.get_rank(), 4))
-            pending.append(sorted(in_use._works))
-            engine.backward(loss)
-            engine.step()
-            after_step = sorted(in_use._works)
-            compilations = sum(FRAME_COMPILE_COUNTER.values()) - before
-    finally:
-        for hook in watching:
-            hook.remove()
+    for submodule in module.modules():
+        if isinstance(submodule, Block):
+            submodule.register_forward_pre_hook(watched)
+    for step in range(2):
+        pending.clear()
+        before = sum(FRAME_COMPILE_COUNTER.values())
+        loss = engine(batch(step, 0, dist.get_rank(), 4))
+        pending.append(sorted(in_use._works))
+        engine.backward(loss)
+        engine.step()
+        after_step = sorted(in_use._works)
+        compilations = sum(FRAME_COMPILE_COUNTER.values()) - before
     hooks = [
         hook
         for submodule in module.modules()
         for hook in (*submodule._forward_pre_hooks.values(), *submodule._state_dict_pre_hooks.values())
     ]
-    hooks = sum(isinstance(hook, Hook) for hook in hooks)
     engine.destroy()
-    return Waits(pending, after_step, hooks, compilations)
+    # 0: what no block holds; 1 to 3: the blocks.
+    assert after_step == [0, 1, 2, 3]
+    # When each block began, and when the forward was done.
+    assert pending == [[2, 3], [3], [], []]
+    assert not any(isinstance(hook, Hook) for hook in hooks), "a read waits by itself"
+    assert compilations == 0, "guards have met a parameter on its way"
 
 
-def test_each_block_waits_for_its_own(ranks):
-    """A forward that waited for all parameters at once would overlap nothing."""
-    for waits in ranks(2).run(order_of_waits, Case(config=OVERLAPPED)):
-        # 0: what no block holds; 1 to 3: the blocks.
-        assert waits.after_step == [0, 1, 2, 3]
-        assert waits.pending == [[2, 3], [3], [], []]
-        assert waits.hooks == 0, "a read waits by itself"
-        assert waits.compilations == 0, "guards have met a parameter on its way"
-
-
-def parameters_left(section):
-    """Returns how many parameters of a model are alive when nobody has it or its engine any more."""
+@vary("section", [{"overlap_param_gather": True}, {"shard_parameters": "frozen"}, {"shard_parameters": "all"}])
+@on_ranks(2)
+def test_a_model_goes_with_its_engine(section):
+    """Dynamo's caches keep an engine's parts for good: a part that holds a parameter would keep its memory."""
     module = BlocksWithin().to(device())
     engine = make_engine(module, Case(config={"compile": {"regional_compilation": True, **section}}))
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
@@ -286,13 +258,7 @@ def parameters_left(section):
     engine.destroy()
     del engine, module
     gc.collect()
-    return sum(reference() is not None for reference in references)
-
-
-@vary("section", [{"overlap_param_gather": True}, {"shard_parameters": "frozen"}, {"shard_parameters": "all"}])
-def test_a_model_goes_with_its_engine(ranks, section):
-    """Dynamo's caches keep an engine's parts for good: a part that holds a parameter would keep its memory."""
-    assert ranks(2).run(parameters_left, section) == [0, 0]
+    assert all(reference() is None for reference in references)
 
 
 def test_hooks_can_be_pickled():
@@ -304,8 +270,9 @@ def test_hooks_can_be_pickled():
         module.state_dict()
 
 
-def train_with_a_script_module(case):
-    """Error of the parameters of a model that has a module which takes no hooks."""
+@on_ranks(2)
+def test_a_script_module_among_the_others():
+    """A module of torch.jit takes no hooks and raises, though its parameters need to be awaited too."""
     built = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -313,18 +280,11 @@ def train_with_a_script_module(case):
         module.head = torch.jit.script(module.head)
         built.append(module.to(device()))
     module, plain = built
-    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    engine, optimizer = make_engine(module, Case(config=OVERLAPPED)), make_optimizer(plain, Case())
     for step in range(2):
         engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
         engine.step()
         train_plain(plain, optimizer, step)
     module.state_dict()
-    error = relative_error(module.parameters(), plain.parameters())
+    assert relative_error(module.parameters(), plain.parameters()) < BOUND
     engine.destroy()
-    return error
-
-
-def test_a_script_module_among_the_others(ranks):
-    """A module of torch.jit takes no hooks and raises, though its parameters need to be awaited too."""
-    for error in ranks(2).run(train_with_a_script_module, Case(config=OVERLAPPED)):
-        assert error < BOUND

@@ -16,12 +16,25 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from deepspeed.compile.features.overlap_gather.arriving import can_be_marked
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
+from support.ids import vary
 from support.models import VOCABULARY
+from support.on_ranks import on_ranks
 from support.parameter_gather import Around, one_rank_late, past_the_class
-from support.training import BOUND, Case, batch, device, make_engine, relative_error
+from support.training import (
+    BOUND,
+    Case,
+    batch,
+    device,
+    make_engine,
+    make_optimizer,
+    ranges_of,
+    relative_error,
+    train_plain,
+)
 
 DELAY = 0.1
 
@@ -121,6 +134,22 @@ def functional(module, state):
     return list(values.values())
 
 
+def in_a_hook_of_state_dict(module, state):
+    found = []
+    handle = module.register_state_dict_pre_hook(lambda *_: found.extend(plain_loop(module, state)))
+    module.state_dict()
+    handle.remove()
+    return found
+
+
+def in_a_hook_of_load_state_dict(module, state):
+    found = []
+    handle = module.register_load_state_dict_post_hook(lambda *_: found.extend(plain_loop(module, state)))
+    module.load_state_dict({}, strict=False)
+    handle.remove()
+    return found
+
+
 def copied_one_by_one(module, state):
     return [copy.copy(parameter) for parameter in module.parameters()]
 
@@ -141,7 +170,7 @@ def compiled(module, state):
 READERS = (
     *(plain_loop, aliases, averaged_model, sync_of_trl, lerp, norms, send, broadcast_itself, state_dict),
     *(kept_variables, copied, saved, on_a_thread, in_inference_mode, functional, copied_one_by_one),
-    *(compiled, compiled),
+    *(in_a_hook_of_state_dict, in_a_hook_of_load_state_dict, compiled, compiled),
 )
 
 
@@ -150,11 +179,14 @@ def train(engine, step):
     engine.step()
 
 
-def read_between(case, folder):
-    """Largest error of what each reader read, and how often compiled code was compiled for the last one."""
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_readers(tmp_path):
+    """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
     module = Around().to(device())
-    engine, errors, step = make_engine(module, case), {}, 0
-    state = {"folder": folder, "ids": batch(0, 0, dist.get_rank(), 4)}
+    # No option: the gather under the next forward is what everybody gets.
+    engine, wrong, step = make_engine(module, Case(config={})), [], 0
+    state = {"folder": tmp_path, "ids": batch(0, 0, dist.get_rank(), 4)}
     train(engine, 0)
     with one_rank_late(DELAY):
         for reader in READERS:
@@ -164,19 +196,11 @@ def read_between(case, folder):
                 train(engine, step)
                 read = [value.clone() for value in reader(module, state)]
                 wait_for_parameters(engine)
-                error = relative_error(read, module.parameters())
-                errors[reader.__name__] = max(error, errors.get(reader.__name__, 0.0))
+                if relative_error(read, module.parameters()) != 0:
+                    wrong.append(reader.__name__)
     engine.destroy()
-    return errors, state["compilations"]
-
-
-@pytest.mark.options("compile.overlap_param_gather")
-def test_readers(ranks, tmp_path):
-    """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
-    # No option: the gather under the next forward is what everybody gets.
-    for errors, compilations in ranks(2).run(read_between, Case(config={}), str(tmp_path)):
-        assert errors == dict.fromkeys(errors, 0.0)
-        assert sum(compilations) <= 2 and compilations[-1] == 0
+    assert wrong == []
+    assert sum(state["compilations"]) <= 2 and state["compilations"][-1] == 0
 
 
 def arrived_behind_steps(module, engine, kept, step):
@@ -191,10 +215,12 @@ def arrived_behind_steps(module, engine, kept, step):
     return max(errors, default=0.0), on_their_way
 
 
-def keep_memory(case):
-    """What :func:`arrived_behind_steps` finds while memory is kept by nobody, an average, a view and nobody."""
+@on_ranks(2)
+def test_aliases():
+    """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
+    # While memory is kept by nobody, an average, a view and nobody.
     module, found = Around().to(device()), []
-    engine = make_engine(module, case)
+    engine = make_engine(module, Case(config={}))
     train(engine, 0)
     with one_rank_late(DELAY):
         found.append(arrived_behind_steps(module, engine, [], 1))
@@ -207,17 +233,11 @@ def keep_memory(case):
             parameter.data = parameter.data.clone()
         found.append(arrived_behind_steps(module, engine, kept, 9))
     engine.destroy()
-    return found
-
-
-def test_aliases(ranks):
-    """An average of weights that keeps `parameter.data` would read values from before the step, without a word."""
-    for found in ranks(2).run(keep_memory, Case(config={})):
-        assert [error for error, _ in found] == [0.0] * 5
-        # Without such readers the next forward begins under the gather.
-        (_, before), *waits, (_, behind), swapped = found
-        waits.append(swapped)
-        assert all(before) and all(behind) and not any(sum(on_their_way) for _, on_their_way in waits)
+    assert [error for error, _ in found] == [0.0] * 5
+    # Without such readers the next forward begins under the gather.
+    (_, before), *waits, (_, behind), swapped = found
+    waits.append(swapped)
+    assert all(before) and all(behind) and not any(sum(on_their_way) for _, on_their_way in waits)
 
 
 def clip(module):
@@ -255,10 +275,12 @@ def initialize(module):
     return lambda value: torch.full_like(value, 0.125)
 
 
-def write_between(case):
-    """Largest error of parameters that were written while others were on their way."""
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_writers():
+    """What was written between a step and the next forward would be overwritten by what is on its way."""
     module = Around().to(device())
-    engine, errors, step = make_engine(module, case), {}, 0
+    engine, errors, step = make_engine(module, Case(config={})), {}, 0
     train(engine, 0)
     with one_rank_late(DELAY):
         for writer in (clip, halve, load, load_without_reading, initialize, replace):
@@ -272,16 +294,9 @@ def write_between(case):
                 # All ranks take part.
                 expected = [change(safe_get_full_fp32_param(parameter)) for parameter in module.parameters()]
                 error = relative_error(written, expected)
-                errors[writer.__name__] = max(error, errors.get(writer.__name__, 0.0))
+                errors[writer.__name__] = error + errors.get(writer.__name__, 0.0)  # NaN if one is
     engine.destroy()
-    return errors
-
-
-@pytest.mark.options("compile.overlap_param_gather")
-def test_writers(ranks):
-    """What was written between a step and the next forward would be overwritten by what is on its way."""
-    for errors in ranks(2).run(write_between, Case(config={})):
-        assert max(errors.values()) < BOUND, errors
+    assert all(error < BOUND for error in errors.values()), errors
 
 
 class Computed(Around):
@@ -302,8 +317,11 @@ def computed(module):
     return [*(block.up.weight for block in module.body.blocks), module.head(torch.eye(8, device=device()))]
 
 
-def between_of_computed():
-    """Largest error of weights that modules compute, as they are read and as they are set."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_weights_that_modules_compute():
+    """A parametrization, or a function of torchao's own class, would compute with what was there before the step."""
+    pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
     module, errors = Computed().to(device()), []
     engine = make_engine(module, Case(config={}))
     with one_rank_late(DELAY):
@@ -320,12 +338,143 @@ def between_of_computed():
             written = computed(module)[:-1]
             errors.append(relative_error(written, [torch.full_like(weight, 0.5) for weight in written]))
     engine.destroy()
-    return errors
+    # As weights are read, and as they are set.
+    assert max(errors) < BOUND, errors
 
 
-@pytest.mark.slow
-def test_weights_that_modules_compute(ranks):
-    """A parametrization, or a function of torchao's own class, would compute with what was there before the step."""
-    pytest.importorskip("torchao", reason="pip install -r requirements/front_doors.txt")
-    for errors in ranks(2).run(between_of_computed):
-        assert max(errors) < BOUND, errors
+# How a caller registers a function that reads.
+HOOKS = {
+    "engine": lambda engine, read: engine.register_forward_pre_hook(read),
+    "model, compiled with it": lambda engine, read: engine.module.register_forward_pre_hook(read),
+    "model, uncompiled": lambda engine, read: engine.module.register_forward_pre_hook(torch.compiler.disable(read)),
+    "block": lambda engine, read: engine.module.body.blocks[0].register_forward_pre_hook(read),
+    "step": lambda engine, read: engine.optimizer.optimizer.register_step_post_hook(read),
+}
+
+
+@pytest.mark.options("compile.overlap_param_gather")
+@vary("where", HOOKS)
+@on_ranks(2)
+def test_hooks(where):
+    """A hook within a forward would read parameters for which nothing that runs before it waits. A hook of the
+    optimizer's step would read parameters that are half of this step, where it runs when some were sent."""
+    module = Around().to(device())
+    engine, found = make_engine(module, Case(config={})), []
+
+    def read(*_):
+        found[:] = [parameter.detach().clone() for parameter in module.parameters()]
+
+    HOOKS[where](engine, read)
+    # Where nothing of the caller's runs in a step, it sends some parameters before it has stepped the others.
+    with ranges_of(64), one_rank_late(DELAY):
+        for step in range(3):
+            found.clear()
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            wait_for_parameters(engine)
+            current = [parameter.detach().clone() for parameter in module.parameters()]
+            if where != "step":
+                assert relative_error(found, current) == 0.0
+            engine.backward(loss)
+            engine.step()
+            if where == "step":
+                # The optimizer steps the master weights, from which parameters get their values later.
+                assert relative_error(found, current) == 0.0
+    engine.destroy()
+
+
+def tie_to_a_later_block(module):
+    first, *_, last = module.body.blocks
+    first.up.weight = last.up.weight
+
+
+def tie_head_and_embedding(module):
+    module.head.weight = module.body.embedding.weight
+
+
+# What is tied behind each step.
+TIES = (tie_to_a_later_block, tie_head_and_embedding, lambda _: None, lambda _: None)
+
+
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_tying():
+    """A block waits for the parameters that it had at set-up. One that it gets later, of a unit that arrives behind
+    its own, would be read before it has arrived."""
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(Around().to(device()))
+    module, plain = built
+    case = Case(config={})
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    losses = []
+    with one_rank_late(DELAY):
+        for step, tie in enumerate(TIES):
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            engine.backward(loss)
+            engine.step()
+            tie(module)
+            losses.append(loss.detach())
+    wait_for_parameters(engine)
+    for step, tie in enumerate(TIES):
+        expected = plain(batch(step, 0, dist.get_rank(), 4))
+        assert relative_error([losses[step]], [expected]) < BOUND, step
+        train_plain(plain, optimizer, step)
+        tie(plain)
+    assert relative_error(module.parameters(), plain.parameters()) < BOUND
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_what_differentiates_through_the_model():
+    """A transform of torch.func wraps parameters without asking their class, so only the model's forward would wait
+    for what it reads."""
+    module, ids = Around().to(device()), batch(9, 0, 0, 4)
+    engine = make_engine(module, Case(config={}))
+    gradients = torch.func.grad(lambda values: torch.func.functional_call(module, values, (ids,)))
+    with one_rank_late(DELAY):
+        for step in range(3):
+            train(engine, step)
+            found = gradients(dict(module.named_parameters()))
+            assert relative_error(found.values(), gradients(module.state_dict()).values()) == 0.0
+            train(engine, step)
+            for parameter in module.parameters():
+                read, _ = torch.func.jvp(lambda value: value * 1, (parameter,), (torch.ones_like(parameter),))
+                assert torch.equal(read, parameter)
+    engine.destroy()
+
+
+@on_ranks(1)
+def test_dtensors():
+    """A DTensor's values lie in another tensor, which is read past the DTensor's class. A trained one would stay as it
+    was, and without this fork DeepSpeed raises an error of torch's that names no parameter."""
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    module = Around().to(device())
+    mesh = init_device_mesh(device().type, (1,))
+    module.head.weight = nn.Parameter(distribute_tensor(module.head.weight.detach(), mesh, [Replicate()]))
+    assert not can_be_marked(module.head.weight)
+    with pytest.raises(ValueError, match=r"head.weight is trained and made of other tensors \(DTensor\)"):
+        make_engine(module, Case(config={}))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+@pytest.mark.options("compile.overlap_param_gather")
+@on_ranks(2)
+def test_a_stream_of_the_callers():
+    """A read would make only the stream wait on which parameters were sent, and a stream of the caller's that reads
+    would get old values."""
+    module = Around().to(device())
+    engine, side = make_engine(module, Case(config={})), torch.cuda.Stream()
+    with one_rank_late(DELAY):
+        for step in range(4):
+            train(engine, step)
+            # As in any program: the step's own stream comes first.
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                read = [parameter.detach().clone() for parameter in module.parameters()]
+            wait_for_parameters(engine)
+            torch.cuda.synchronize()
+            assert relative_error(read, module.parameters()) == 0.0
+    engine.destroy()

@@ -22,6 +22,7 @@ from support.frozen import MODELS, Body, Tied, freeze
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY, Block
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import SHARDED, end, parameters_at_rest, same, section
 from support.training import Case, batch, compile_backend, device, make_engine, make_optimizer
@@ -99,90 +100,85 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
             results.append(loss.detach())
     at_rest = parameters_at_rest(module)
     masters = enumerate(engine.optimizer.single_partition_of_fp32_groups)
-    results += [in_base_order(engine.optimizer, group, each.detach()) for group, each in masters]
+    results += [in_base_order(engine.optimizer, group, master.detach()) for group, master in masters]
     return [*results, *end(engine, module), *module.buffers()], at_rest
 
 
 def compare(model, start, **more):
     (first, at_rest), (second, also_at_rest) = train(model, start, **more), train(model, "device", **more)
-    return same(first, second) and at_rest == also_at_rest > 0
-
-
-ALL_CASES = [
-    {"stage": 2, "dtype": "bf16", "groups": 2},
-    {"stage": 1, "accumulation": 2, "trained": "alike", "left_out": 2},
-    pytest.param({"stage": 1, "accumulation": 2, "trained": "some", "left_out": 2}, marks=SLOW),
-    pytest.param({"stage": 2, "dtype": "bf16", "offloaded": True}, marks=SLOW),
-    pytest.param({"stage": 2, "dtype": "fp16", "adam": False}, marks=SLOW),
-    pytest.param({"stage": 2, "config": {"zero_optimization": {"round_robin_gradients": True}}}, marks=SLOW),
-]
+    assert same(first, second) and at_rest == also_at_rest > 0
 
 
 @pytest.mark.options("compile.shard_parameters")
 @pytest.mark.follows("load the model on the host before deepspeed.initialize(), which cuts it there")
-@vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
+@vary("model", ["buffered"], slow=["reentrant", "itself"])
 @vary("start", ["host", "meta", "little memory", "others on meta"])
-@vary("case", ALL_CASES)
-def test_it_trains_as_from_the_device(ranks, model, start, case):
+@vary(
+    "case",
+    [
+        {"stage": 2, "dtype": "bf16", "groups": 2},
+        {"stage": 1, "accumulation": 2, "trained": "alike", "left_out": 2},
+    ],
+    slow=[
+        {"stage": 1, "accumulation": 2, "trained": "some", "left_out": 2},
+        {"stage": 2, "dtype": "bf16", "offloaded": True},
+        {"stage": 2, "dtype": "fp16", "adam": False},
+        {"stage": 2, "config": {"zero_optimization": {"round_robin_gradients": True}}},
+    ],
+)
+@on_ranks(2)
+def test_it_trains_as_from_the_device(model, start, case):
     """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought."""
-    assert ranks(2).run(compare, model, start, **case) == [True, True]
+    compare(model, start, **case)
 
 
 @SLOW
 @vary("world", [3, 4])
-def test_several_owners(ranks, world):
+@on_ranks("world")
+def test_several_owners(world):
     """A parameter of several owners would lack what others own."""
-    assert ranks(world).run(compare, "buffered", "host", stage=2) == [True] * world
+    compare("buffered", "host", stage=2)
 
 
-def alone(start):
-    results, _ = train("buffered", start)
-    return results
-
-
-def test_a_single_rank(ranks):
+@on_ranks(1)
+def test_a_single_rank():
     """A single rank, which has nobody to gather from, would have parameters of no number."""
-    (first,), (second,) = (ranks(1).run(alone, start) for start in ("host", "device"))
+    first, second = (train("buffered", start)[0] for start in ("host", "device"))
     assert same(first, second)
 
 
 @SLOW
 @vary("start", ["meta", "host", "others on meta"])
-def test_frozen_parameters(ranks, start):
+@on_ranks(2)
+def test_frozen_parameters(start):
     """With "frozen", adapters and frozen parameters of ranks on meta would stay without values."""
-    assert ranks(2).run(compare, "buffered", start, trained="some", shard="frozen") == [True, True]
+    compare("buffered", start, trained="some", shard="frozen")
 
 
-def resumed(folder):
+@on_ranks(2)
+def test_a_checkpoint_before_the_first_forward(tmp_path):
+    """A checkpoint that is loaded before anything was sharded would be lost with the parameters of the host."""
     module = build("buffered", "device", "all")
     engine = make_engine(module, Case(config=SHARDED, adam=True))
-    engine.save_checkpoint(folder, tag="one")
+    engine.save_checkpoint(str(tmp_path), tag="one")
     end(engine)
-    return compare("buffered", "meta", again=folder)
-
-
-def test_a_checkpoint_before_the_first_forward(ranks, tmp_path):
-    """A checkpoint that is loaded before anything was sharded would be lost with the parameters of the host."""
-    assert ranks(2).run(resumed, str(tmp_path)) == [True, True]
-
-
-def without_values(everywhere, shards):
-    with torch.device("meta") if everywhere or dist.get_rank() == 0 else contextlib.nullcontext():
-        module = MODELS["plain"]()
-    return outcome(make_engine, module, Case(config=section(shards)))
+    compare("buffered", "meta", again=str(tmp_path))
 
 
 @pytest.mark.options("compile.shard_parameters")
 @vary("everywhere", [False, True])
 @vary("shards", ["all", "frozen"])
-def test_values_that_no_rank_has(ranks, everywhere, shards):
+@on_ranks(2)
+def test_values_that_no_rank_has(everywhere, shards):
     """Ranks that have values would wait for the first, which has raised, until their time is up.
 
     Or parameters without values would be sharded, and trained with whatever memory holds.
     """
+    with torch.device("meta") if everywhere or dist.get_rank() == 0 else contextlib.nullcontext():
+        module = MODELS["plain"]()
+    said = outcome(make_engine, module, Case(config=section(shards)))
     says = "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the"
-    for said in ranks(2).run(without_values, everywhere, shards):
-        assert f"parameter body.embedding.weight {says}" in said
+    assert f"parameter body.embedding.weight {says}" in said
 
 
 class WithoutTensors(nn.Module):
@@ -194,19 +190,15 @@ class WithoutTensors(nn.Module):
         return self.blocks[1](self.blocks[0](x))
 
 
-def without_tensors():
+@on_ranks(2)
+def test_a_module_without_tensors():
+    """The error would be one of a tensor's shape, where DeepSpeed says what the optimizer lacks."""
     said, module = [], WithoutTensors()
     for shards in ("all", "frozen", None):
         section = {"regional_compilation": ["Identity"], "shard_parameters": shards}
         config = {"compile": section, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
         said.append(outcome(make_engine, module, Case(config=config), model_parameters=module.parameters()))
-    return said
-
-
-def test_a_module_without_tensors(ranks):
-    """The error would be one of a tensor's shape, where DeepSpeed says what the optimizer lacks."""
-    for said in ranks(2).run(without_tensors):
-        assert said == ["ValueError: optimizer got an empty parameter list"] * 3
+    assert said == ["ValueError: optimizer got an empty parameter list"] * 3
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
@@ -233,14 +225,14 @@ class Watch(TorchDispatchMode):
     def __init__(self, beside):
         super().__init__()
         # Kept, so that no other storage gets the address of one of them.
-        self._beside = {each.untyped_storage()._cdata: each for each in beside}
+        self._beside = {tensor.untyped_storage()._cdata: tensor for tensor in beside}
         self._known, self.peak = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and not each.is_meta:
-                storage = each.untyped_storage()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
+                storage = leaf.untyped_storage()
                 if storage._cdata not in self._beside:
                     self._known[storage._cdata] = StorageWeakRef(storage)
         total = 0
@@ -254,25 +246,22 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def memory():
+@pytest.mark.options("compile.shard_parameters")
+@on_ranks(2)
+def test_the_peak_of_the_set_up():
+    """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
     torch._dynamo.reset()
     module = Deep().bfloat16()
-    numel = sum(each.numel() for each in module.parameters())
-    block = sum(each.nbytes for each in module.blocks[0].parameters())
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    block = sum(parameter.nbytes for parameter in module.blocks[0].parameters())
     # On a CPU, these are what the host has, and the rest is what a device would have.
-    with on_the_host(), Watch([each.detach() for each in module.parameters()]) as watch:
+    with on_the_host(), Watch([parameter.detach() for parameter in module.parameters()]) as watch:
         engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))
         peak = watch.peak
     outside = feature.sharded_blocks(engine).outside
     outside = 0 if outside is None else outside.memory.nbytes
-    partition = sum(each.numel() for each in engine.optimizer.single_partition_of_fp32_groups)
+    partition = sum(master.numel() for master in engine.optimizer.single_partition_of_fp32_groups)
     assert partition <= 0.51 * numel
     end(engine)
-    return peak, 6 * partition + outside + 2 * block
-
-
-@pytest.mark.options("compile.shard_parameters")
-def test_the_peak_of_the_set_up(ranks):
-    """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
-    for peak, most in ranks(2).run(memory):
-        assert 0.9 * most < peak <= most
+    most = 6 * partition + outside + 2 * block
+    assert 0.9 * most < peak <= most

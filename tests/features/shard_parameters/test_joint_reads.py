@@ -9,19 +9,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, joint_reads, unsharded_parameters
-from deepspeed.compile.features.shard_parameters.private_torch import store_of
 from deepspeed.utils import logger
 
 from support.frozen import WIDTH, Adapted, beside_whole, trained_on
 from support.ids import vary
+from support.on_ranks import gathered, on_ranks
 from support.options import outcome
-from support.sharded import SHARDED, WHOLE, end, engine_of, same_bits, section
+from support.sharded import SHARDED, WHOLE, end, engine_of, same, section
 from support.training import batch, device
-
-SLOW = pytest.mark.slow
 
 
 def make(model, options, trained="all", **case):
@@ -37,7 +36,7 @@ def by_reference_models(engine, module, folder):
     for _ in range(2):
         SyncRefModelCallback._sync_target_model(module, reference, 0.25)
         trained_on(engine, module)
-    return [each.detach() for each in reference.parameters()]
+    return [parameter.detach() for parameter in reference.parameters()]
 
 
 def by_bema(engine, module, folder):
@@ -57,7 +56,7 @@ def by_bema(engine, module, folder):
         state.global_step = step
         callback.on_step_end(None, state, None, model=module)
         trained_on(engine, module)
-    return [each.detach() for each in callback.running_model.parameters()]
+    return [parameter.detach() for parameter in callback.running_model.parameters()]
 
 
 def by_averaged_models(engine, module, folder):
@@ -82,18 +81,18 @@ def by_averaged_models(engine, module, folder):
             found.append(engine(batch(3, 3, dist.get_rank(), 5)))
         engine.train()
         swap()
-    return [*found, *(each.detach() for each in averaged.module.parameters())]
+    return [*found, *(parameter.detach() for parameter in averaged.module.parameters())]
 
 
 def by_shadows(engine, module, folder):
     """Copies of parameters are moved towards these, and change places with them, as diffusers' EMAModel does."""
-    shadows, found = [each.clone().detach() for each in module.parameters()], []
+    shadows, found = [parameter.clone().detach() for parameter in module.parameters()], []
     for _ in range(2):
         trained_on(engine, module)
         with torch.no_grad():
             for shadow, parameter in zip(shadows, module.parameters(), strict=True):
                 shadow.sub_(0.5 * (shadow - parameter))
-        kept = [each.detach().cpu().clone() for each in module.parameters()]
+        kept = [parameter.detach().cpu().clone() for parameter in module.parameters()]
         for shadow, parameter in zip(shadows, module.parameters(), strict=True):
             parameter.data.copy_(shadow.to(parameter.device).data)
         with torch.no_grad():
@@ -105,7 +104,7 @@ def by_shadows(engine, module, folder):
 
 def by_foreach(engine, module, folder):
     """The same in functions of lists, of which one has parameters of all blocks, and of a state dict."""
-    shadows = [each.detach().clone() for each in module.state_dict().values()]
+    shadows = [tensor.detach().clone() for tensor in module.state_dict().values()]
     trained_on(engine, module)
     with torch.no_grad():
         torch._foreach_mul_(shadows, 0.5)
@@ -146,7 +145,7 @@ def by_changing(engine, module, folder):
 def by_a_penalty(engine, module, folder):
     """A term of the loss is made of parameters between forward and backward."""
     loss = engine(batch(9, 0, dist.get_rank(), 4))
-    penalty = sum((each * each).sum() for each in module.parameters() if each.requires_grad)
+    penalty = sum((parameter * parameter).sum() for parameter in module.parameters() if parameter.requires_grad)
     first = module.body.blocks[0].up.weight
     engine.backward(loss + 0.1 * penalty + (first @ first.T).tanh().mean())
     engine.step()
@@ -154,9 +153,9 @@ def by_a_penalty(engine, module, folder):
 
 def by_copying(engine, module, folder):
     copied = copy.deepcopy(module)
-    assert all(type(each) is torch.nn.Parameter for each in copied.parameters())
+    assert all(type(parameter) is torch.nn.Parameter for parameter in copied.parameters())
     trained_on(engine, module)
-    return [each.detach() for each in copied.parameters()]
+    return [parameter.detach() for parameter in copied.parameters()]
 
 
 WORKS = (
@@ -165,22 +164,17 @@ WORKS = (
 )
 
 
-def work_beside_whole(name, shards, folder, **case):
-    work = next(each for each in WORKS if each.__name__ == name)
-    trained = "all" if shards == "all" else "adapters"
-    return same_bits(*beside_whole(make, (section(shards), WHOLE), work, folder, trained=trained, **case))
-
-
 @pytest.mark.options("compile.shard_parameters")
-@vary("work", [function.__name__ for function in WORKS])
+@vary("work", WORKS)
 @vary("shards", ["all", "frozen"])
-@vary("case", [{}, pytest.param({"stage": 2, "dtype": "bf16"}, marks=SLOW)])
-def test_all_ranks_read(ranks, tmp_path, work, shards, case):
+@vary("case", [{}], slow=[{"stage": 2, "dtype": "bf16"}])
+@on_ranks(2)
+def test_all_ranks_read(tmp_path, work, shards, case):
     """Callbacks between steps would stop the training, or average what memory holds that was given back."""
-    if "bema" in work or "reference" in work:
+    if work in (by_bema, by_reference_models):
         pytest.importorskip("trl")
-    for equal in ranks(2).run(work_beside_whole, work, shards, str(tmp_path), **case):
-        assert all(equal)
+    trained = "all" if shards == "all" else "adapters"
+    assert same(*beside_whole(make, (section(shards), WHOLE), work, tmp_path, trained=trained, **case))
 
 
 def alone(engine, module, weight):
@@ -210,8 +204,13 @@ def raising(engine, module, weight):
 APART = {function.__name__: function for function in (alone, late, others, raising)}
 
 
-def read_apart(how, shards):
-    """Returns what is said of reads that not all ranks do, after how many seconds, and whether all may read later."""
+@pytest.mark.options("compile.shard_parameters")
+@pytest.mark.follows("by some ranks alone; do it on all ranks, or within")
+@vary("how", APART)
+@vary("shards", ["all"], slow=["frozen"])
+@on_ranks(2)
+def test_not_all_ranks_read(how, shards):
+    """A rank that logs a norm alone would hang, or gather what the other rank sends for something else."""
     module, engine = make("plain", section(shards), trained="all" if shards == "all" else "adapters")
     told = []
     with mock.patch.multiple(joint_reads, PATIENCE=0.5, LONGEST_WAIT=1.5):
@@ -225,21 +224,11 @@ def read_apart(how, shards):
     with unsharded_parameters(engine):
         works = torch.equal(norm, module.body.blocks[0].up.weight.norm())
         engine.destroy()
-    return said, told, seconds, works
-
-
-@pytest.mark.options("compile.shard_parameters")
-@pytest.mark.follows("by some ranks alone; do it on all ranks, or within")
-@vary("how", APART)
-@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
-def test_not_all_ranks_read(ranks, how, shards):
-    """A rank that logs a norm alone would hang, or gather what the other rank sends for something else."""
-    answers = ranks(2).run(read_apart, how, shards)
-    for said, _, seconds, works in answers:
-        assert all("cannot be read or changed" in each and "by some ranks alone" in each for each in said)
-        assert works and seconds < 60
-    assert len(answers[0][0]) == {"alone": 2, "late": 2}.get(how, 1)
-    assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
+    assert all("cannot be read or changed" in text and "by some ranks alone" in text for text in said)
+    assert works and seconds < 60
+    if dist.get_rank() == 0:
+        assert len(said) == {"alone": 2, "late": 2}.get(how, 1)
+        assert any("has waited" in text and "for other ranks to read it too" in text for text in told)
 
 
 def norm(state_dict):
@@ -267,32 +256,30 @@ def prepared(state_dict):
     return {name: values.shape for name, values in copied.items()}
 
 
-def read_state_dicts():
-    """Returns the norm of a module's state dict, what each way to read one that is saved says, and whether it can be
-    prepared to be saved."""
+@pytest.mark.follows("another rank was to read it; read engine.module.state_dict() on all ranks")
+@on_ranks(2)
+def test_a_state_dict_that_one_rank_saves():
+    """A rank without its values would wait for others a minute, or compute with memory that nobody has written."""
     module, engine = make("plain", SHARDED)
     first, saved = norm(module.state_dict()), engine.module_state_dict()
     said = {name: outcome(read, saved) for name, read in STATE_DICT_READS.items()}
-    same = prepared(saved) == {name: parameter.shape for name, parameter in module.named_parameters()}
+    shapes = prepared(saved)
     with unsharded_parameters(engine):
         engine.destroy()
-    return first, said, same
+    assert gathered(first) == [first] * 2
+    assert shapes == {name: parameter.shape for name, parameter in module.named_parameters()}
+    if dist.get_rank() == 0:
+        assert set(said.values()) == {None}, said
+    else:
+        wanted = "RuntimeError: with compile.shard_parameters only rank 0 gets the values"
+        assert all(text.startswith(wanted) for text in said.values()), said
 
 
-@pytest.mark.follows("another rank was to read it; read engine.module.state_dict() on all ranks")
-def test_a_state_dict_that_one_rank_saves(ranks):
-    """A rank without its values would wait for others a minute, or compute with memory that nobody has written."""
-    (norms, said, may_prepare), (others, refused, may_too) = ranks(2).run(read_state_dicts)
-    assert norms == others and may_prepare and may_too
-    assert set(said.values()) == {None}, said
-    wanted = "RuntimeError: with compile.shard_parameters only rank 0 gets the values"
-    assert all(each.startswith(wanted) for each in refused.values()), refused
-
-
-def keys_that_stay():
-    """Returns how many keys the store has more after a hundred reads than after ten."""
+@on_ranks(2)
+def test_reads_leave_no_keys():
+    """A callback of every step would fill the memory of the process that has the store."""
     module, engine = make("plain", SHARDED)
-    store, counts = store_of(feature.sharded_blocks(engine)._group), []
+    store, counts = distributed_c10d._get_process_group_store(feature.sharded_blocks(engine)._group), []
     for number in (10, 90):
         for _ in range(number):
             module.body.blocks[0].up.weight.sum()
@@ -300,10 +287,5 @@ def keys_that_stay():
         counts.append(store.num_keys())
         dist.barrier()
     end(engine)
-    return counts[1] - counts[0]
-
-
-def test_reads_leave_no_keys(ranks):
-    """A callback of every step would fill the memory of the process that has the store."""
     # Barriers may leave some.
-    assert all(number < 30 for number in ranks(2).run(keys_that_stay))
+    assert counts[1] - counts[0] < 30

@@ -14,21 +14,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.distributed import distributed_c10d
 from torch.nn import Parameter
 
-from deepspeed.compile.features.shard_parameters.private_torch import (
-    address_of,
-    apply_to_tensors,
-    assert_later,
-    become,
-    call_after_backward,
-    change_class,
-    holders_of,
-    keep_from_compiler,
-    saving_hooks,
-    takes_saving_hooks,
-    trace_again,
-    version_of,
-    without_torch_function,
-)
+from deepspeed.compile.features.shard_parameters.saved_tensors import _keep_from_compiler
 from deepspeed.compile.zero_1_and_2.gradient.backward import in_backward
 from deepspeed.compile.zero_1_and_2.gradient.native import users_of
 
@@ -43,31 +29,31 @@ def test_a_tensor_gets_another_class():
         @classmethod
         def __torch_function__(cls, function, types, args=(), kwargs=None):
             calls.append(function)
-            with without_torch_function():
+            with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **(kwargs or {}))
 
     parameter = Parameter(torch.ones(2))
-    change_class(parameter, Sees)
+    parameter.__class__ = Sees
     torch.nn.functional.linear(torch.ones(2), parameter)
     assert calls == [torch.nn.functional.linear]
-    change_class(parameter, Parameter)
+    parameter.__class__ = Parameter
     assert torch.sum(parameter) == 2 and len(calls) == 1
 
 
 def test_a_tensor_counts_changes():
     """A rank would not keep what a forward has changed in a parameter."""
     tensor = torch.zeros(1)
-    detached, before = tensor.detach(), version_of(tensor)
+    detached, before = tensor.detach(), tensor._version
     tensor.add_(1)
     torch.autograd.graph.increment_version(tensor)
-    assert version_of(tensor) == version_of(detached) == before + 2
+    assert tensor._version == detached._version == before + 2
 
 
 def test_a_tensor_on_meta_becomes_another():
     """An optimizer would have parameters that the model has not."""
     tensor, other = Parameter(torch.empty(2, device="meta")), Parameter(torch.ones(2))
     reference, place = weakref.ref(tensor), other.data_ptr()
-    become(tensor, other)
+    torch._C._swap_tensor_impl(tensor, other)
     assert reference() is tensor and tensor.data_ptr() == place and tensor.tolist() == [1, 1]
 
 
@@ -75,7 +61,7 @@ def test_a_module_moves_some_of_its_tensors():
     """A model that does not fit on a device would come there as a whole."""
     module = torch.nn.LayerNorm(1)
     weight, bias = module.weight, module.bias
-    apply_to_tensors(module, lambda tensor: tensor if tensor is weight else tensor.double())
+    module._apply(lambda tensor: tensor if tensor is weight else tensor.double())
     assert module.weight is weight and module.bias is bias
     assert (weight.dtype, bias.dtype) == (torch.float32, torch.float64)
 
@@ -98,26 +84,26 @@ def test_a_tensor_says_how_many_keep_it(trains):
     parameter, other = Parameter(torch.ones(1), requires_grad=trains), torch.ones(1, requires_grad=True)
     # The node that accumulates the gradient keeps the parameter too, and the reducer keeps the node.
     node = parameter.view_as(parameter).grad_fn
-    before, users = holders_of(parameter), users_of(parameter.untyped_storage())
+    before, users = parameter._use_count(), users_of(parameter.untyped_storage())
     another_variable = parameter
-    assert holders_of(another_variable) == before
+    assert another_variable._use_count() == before
     product = parameter * other
-    assert holders_of(parameter) > before and users_of(parameter.untyped_storage()) == users
+    assert parameter._use_count() > before and users_of(parameter.untyped_storage()) == users
     product.sum().backward()
     del product
-    assert holders_of(parameter) == before and (node is None) != trains
+    assert parameter._use_count() == before and (node is None) != trains
 
 
 def test_views_find_memory_again():
     """Parameters are views of a buffer whose memory comes and goes."""
     tensor = torch.zeros(4)
     view, storage, other = tensor[2:], tensor.untyped_storage(), torch.zeros(4).untyped_storage()
-    address, nbytes = address_of(storage), storage.nbytes()
+    address, nbytes = storage._cdata, storage.nbytes()
     storage.resize_(0)
     assert storage.nbytes() == 0 and view.shape == (2,)
     storage.resize_(nbytes)
     tensor.fill_(3)
-    assert address_of(view.untyped_storage()) == address != address_of(other)
+    assert view.untyped_storage()._cdata == address != other._cdata
     assert view.tolist() == [3, 3]
 
 
@@ -127,7 +113,7 @@ def test_a_backward_says_that_it_runs_and_calls_at_its_end():
 
     def reached(_):
         events.append(in_backward())
-        call_after_backward(lambda: events.append("ended"))
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: events.append("ended"))
 
     parameter = torch.ones((), requires_grad=True)
     between = parameter * 2
@@ -141,9 +127,10 @@ def test_hooks_of_saved_tensors_can_be_asked_for():
     """A caller's hooks would not be called, or be registered where torch refuses them."""
     hooks = (lambda tensor: tensor, lambda packed: packed)
     with saved_tensors_hooks(*hooks):
-        assert saving_hooks() == hooks and takes_saving_hooks()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) == hooks
+        assert torch._C._autograd._saved_tensors_hooks_is_enabled()
     with disable_saved_tensors_hooks("on purpose"):
-        assert not takes_saving_hooks()
+        assert not torch._C._autograd._saved_tensors_hooks_is_enabled()
 
 
 def test_dynamo_leaves_a_function_and_what_it_calls_alone():
@@ -153,7 +140,7 @@ def test_dynamo_leaves_a_function_and_what_it_calls_alone():
     def inner(tensor):
         return tensor + 1
 
-    @keep_from_compiler
+    @_keep_from_compiler
     def outer(tensor):
         return inner(tensor)
 
@@ -170,12 +157,12 @@ def test_the_first_rank_that_writes_a_key_decides():
 
 def test_an_assertion_raises():
     """Ranks that gather different blocks would go on."""
-    assert_later(torch.tensor(True), "right")
+    torch._assert_async(torch.tensor(True), "right")
     with pytest.raises(RuntimeError, match="wrong"):
-        assert_later(torch.tensor(False), "wrong")
+        torch._assert_async(torch.tensor(False), "wrong")
 
 
 def test_dynamo_takes_an_error_as_a_reason_to_trace_again():
     """A program would end with that error."""
-    error = trace_again("asked")
+    error = torch._dynamo.exc.UnspecializeRestartAnalysis(restart_reason="asked")
     assert isinstance(error, torch._dynamo.exc.RestartAnalysis) and error.restart_reason == "asked"

@@ -10,11 +10,11 @@ from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT, LO
 
 from support.frozen import Body, TrainedHead
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import end, engine_of, losses_of, same, section
 from support.training import batch
 
-SLOW = pytest.mark.slow
 DEPTH = 4
 # Blocks that a rank leaves out -> where it is, and where others are, when ranks compare.
 LEFT_OUT = {
@@ -48,30 +48,26 @@ def make(blocks, instead, shards):
     return engine_of(build, section(shards), "adapters", stage=2)
 
 
-def left_out_by_one(blocks, shards, evaluates):
-    """The last rank leaves blocks out. Returns what is said."""
-    _, engine = make(blocks, without, shards)
-    ids, skips = batch(0, 0, dist.get_rank(), 4), dist.get_rank() == dist.get_world_size() - 1
-    if evaluates:
-        with torch.no_grad():
-            return outcome(engine, ids, skips)
-    return outcome(lambda: engine.backward(engine(ids, skips)))
-
-
 @pytest.mark.options("compile.shard_parameters")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
 @vary("blocks", [*LEFT_OUT])
-@vary("shards, evaluates", [("all", False), pytest.param("frozen", False, marks=SLOW), ("frozen", True)])
-def test_a_rank_that_leaves_blocks_out(ranks, blocks, shards, evaluates):
+@vary("shards, evaluates", [("all", False), ("frozen", True)], slow=[("frozen", False)])
+# The process group would wait for half an hour.
+@on_ranks(2, timeout=100)
+def test_a_rank_that_leaves_blocks_out(blocks, shards, evaluates):
     """Ranks would wait for each other to the time-out, and nobody would know which block to call."""
-    # The process group would wait for half an hour.
-    *others, last = ranks(2).run(left_out_by_one, blocks, shards, evaluates, timeout=100)
-    for said, at in zip((last, *others), LEFT_OUT[blocks], strict=True):
-        assert said == f"DistBackendError: {DIFFERENT.format(at)}"
+    _, engine = make(blocks, without, shards)
+    ids, skips = batch(0, 0, dist.get_rank(), 4), dist.get_rank() == 1
+    if evaluates:
+        with torch.no_grad():
+            said = outcome(engine, ids, skips)
+    else:
+        said = outcome(lambda: engine.backward(engine(ids, skips)))
+    assert said == f"DistBackendError: {DIFFERENT.format(LEFT_OUT[blocks][0 if skips else 1])}"
 
 
 def compare(blocks, instead, each_rank):
-    """Whether sharded parameters train to the same bits where one rank, or all, leave blocks out in turn."""
+    """Sharded parameters train to the same bits where one rank, or all, leave blocks out in turn."""
     results = []
     for shards in ("all", "frozen", None):
         model, engine = make(blocks, instead, shards)
@@ -81,20 +77,23 @@ def compare(blocks, instead, each_rank):
             return engine(batch(step, 0, dist.get_rank(), 4), skips)
 
         results.append([*losses_of(engine, forward=forward), *end(engine, model)])
-    return [same(found, results[-1]) for found in results]
+    of_all, of_frozen, whole = results
+    assert same(of_all, whole) and same(of_frozen, whole)
 
 
 @pytest.mark.options("compile.shard_parameters")
 @vary("blocks", [*LEFT_OUT])
-def test_blocks_that_all_ranks_leave_out(ranks, blocks):
+@on_ranks(2)
+def test_blocks_that_all_ranks_leave_out(blocks):
     """A backward would gather a block that no rank has called, or read the next one before it has come."""
-    assert ranks(2).run(compare, blocks, without, False) == [[True] * 3] * 2
+    compare(blocks, without, False)
 
 
 @pytest.mark.follows("(if need be on zeros, and multiply the output by 0), or use unsharded_parameters(engine)")
-def test_a_block_on_zeros(ranks):
+@on_ranks(2)
+def test_a_block_on_zeros():
     """Who does as the error says would meet it again, or train otherwise."""
-    assert ranks(2).run(compare, (1, 3), on_zeros, True) == [[True] * 3] * 2
+    compare((1, 3), on_zeros, True)
 
 
 @pytest.mark.quick

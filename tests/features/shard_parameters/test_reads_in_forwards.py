@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards that read, or change, sharded parameters of blocks elsewhere than in calls of these blocks."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY
+from support.on_ranks import on_ranks
 from support.parameter_gather import one_rank_late
-from support.sharded import end, engine_of, losses_of, same_bits, section, units_at_rest
+from support.sharded import end, engine_of, losses_of, same, section, units_at_rest
 from support.training import Case, batch, device, make_engine
-
-SLOW = pytest.mark.slow
 
 
 class RegisteredTwice(Adapted):
@@ -137,29 +134,20 @@ def train(model, shards, forwards=1, **case):
     return [*results, *end(engine, module)], at_rest, compiled[-1] - compiled[1]
 
 
-def compare(model, shards, delay=None, **more):
-    with late(delay) if delay is not None else contextlib.nullcontext():
-        results, at_rest, compiled = train(model, (shards, True), **more)
-    expected, _, _ = train(model, (shards, False), **more)
-    return same_bits(results, expected), at_rest, compiled
-
-
 @pytest.mark.options("compile.shard_parameters")
 @vary("model", READING)
 @vary("shards", ["all", "frozen"])
 @vary(
-    "case",
-    [
-        {},
-        pytest.param({"stage": 2, "dtype": "bf16", "delay": 0.01}, marks=SLOW),
-        pytest.param({"forwards": 2, "accumulation": 2, "stage": 2}, marks=SLOW),
-    ],
+    "case", [{}], slow=[{"stage": 2, "dtype": "bf16", "delay": 0.01}, {"forwards": 2, "accumulation": 2, "stage": 2}]
 )
-def test_forwards_that_read_elsewhere(ranks, model, shards, case):
+@on_ranks(2)
+def test_forwards_that_read_elsewhere(model, shards, case):
     """A read of a parameter that nothing has gathered would end the program, or compile code anew in each step."""
-    for equal, at_rest, compiled in ranks(2).run(compare, model, shards, **case):
-        assert all(equal) and compiled == 0
-        assert at_rest >= (0 if model == "by another block" else 1)
+    with late(case.pop("delay", None)):
+        results, at_rest, compiled = train(model, (shards, True), **case)
+    expected, _, _ = train(model, (shards, False), **case)
+    assert same(results, expected) and compiled == 0
+    assert at_rest >= (0 if model == "by another block" else 1)
 
 
 def train_rwkv(**options):
@@ -184,14 +172,11 @@ def train_rwkv(**options):
     return [*results, *end(engine, model)]
 
 
-def rwkv_in_each_way():
-    expected = train_rwkv(overlap_param_gather=False)
-    return [same_bits(train_rwkv(**options), expected) for options in ({}, {"shard_parameters": "all"})]
-
-
-@SLOW
-def test_rwkv_halves_weights_in_evaluation(ranks):
+@pytest.mark.slow
+@on_ranks(2)
+def test_rwkv_halves_weights_in_evaluation():
     """What it halves before its blocks run would be on its way to this rank, and overwritten, or at rest."""
     pytest.importorskip("transformers")
-    for of_ways in ranks(2).run(rwkv_in_each_way):
-        assert all(map(all, of_ways))
+    expected = train_rwkv(overlap_param_gather=False)
+    for options in ({}, {"shard_parameters": "all"}):
+        assert same(train_rwkv(**options), expected), options

@@ -11,10 +11,9 @@ from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 
 from support.frozen import MODELS, beside_whole
 from support.ids import vary
-from support.sharded import WHOLE, engine_of, same_bits, section
+from support.on_ranks import on_ranks
+from support.sharded import WHOLE, engine_of, same, section
 from support.training import batch
-
-SLOW = pytest.mark.slow
 
 
 class Stopped(BaseException):
@@ -37,7 +36,7 @@ def penalty(engine, module):
     """Reads what is whole first, because a gather for the others may reshard what is whole."""
     sharded = sharded_blocks(engine)
     assert sharded is None or any(unit.is_gathered for unit in sharded.units), "no unit is whole"
-    parameters = sorted(module.parameters(), key=lambda each: isinstance(each, Resharded))
+    parameters = sorted(module.parameters(), key=lambda parameter: isinstance(parameter, Resharded))
     return sum(parameter.square().sum() for parameter in parameters)
 
 
@@ -76,29 +75,18 @@ def after_a_raised_grad(engine, module):
     return penalized
 
 
-def train_beside_whole(read, kept):
+@vary("read", [after_a_forward, after_a_raised_backward], slow=[after_a_raised_forward, after_a_raised_grad])
+@vary("kept", [0], slow=[2])
+@on_ranks(2)
+def test_a_penalty_of_parameters_that_are_whole(read, kept):
+    """The backward would read memory that was given back, and the process would die."""
+
     def work(engine, module, folder):
         read(engine, module).backward()
         engine.step()
         sharded = sharded_blocks(engine)
         if sharded is not None:
             loss_of(engine)
-            assert not any(unit.memory.is_lent for unit in sharded.units), "memory stays for a graph that is gone"
+            assert not any(unit.memory.has_external_views for unit in sharded.units), "memory of a graph that is gone"
 
-    return same_bits(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))
-
-
-@vary(
-    "read",
-    [
-        after_a_forward,
-        after_a_raised_backward,
-        pytest.param(after_a_raised_forward, marks=SLOW),
-        pytest.param(after_a_raised_grad, marks=SLOW),
-    ],
-)
-@vary("kept", [0, pytest.param(2, marks=SLOW)])
-def test_a_penalty_of_parameters_that_are_whole(ranks, read, kept):
-    """The backward would read memory that was given back, and the process would die."""
-    for equal in ranks(2).run(train_beside_whole, read, kept):
-        assert all(equal)
+    assert same(*beside_whole(make, (section("all", keep_gathered=kept), WHOLE), work, ""))

@@ -4,6 +4,7 @@
 
 from support.contexts import ALL, TRANSFORMS, first_call, same
 from support.ids import vary
+from support.on_ranks import on_ranks
 
 SHARDED = {"deepcompile": True, "shard_parameters": "all"}
 # Parameters cannot be gathered within these: the call says so.
@@ -16,21 +17,18 @@ def compare(name):
 
 
 @vary("name", [name for name in ALL if name not in REFUSED])
-def test_a_context_around_the_first_forward(ranks, name):
+@on_ranks(2)
+def test_a_context_around_the_first_forward(name):
     """Hooks of a caller would pass for a torch without hooks, or units be made within what the caller has opened."""
-    for plain, sharded, is_same in ranks(2).run(compare, name):
-        assert sharded.raised == plain.raised and is_same and sharded.is_compiled
-
-
-def refused(name):
-    plain, sharded, _ = compare(name)
-    # The steps after it.
-    return sharded.raised, same(plain._replace(result=None), sharded)
+    plain, sharded, is_same = compare(name)
+    assert sharded.raised == plain.raised and is_same and sharded.is_compiled
 
 
 @vary("name", REFUSED)
-def test_what_parameters_cannot_be_gathered_within(ranks, name):
+@on_ranks(2)
+def test_what_parameters_cannot_be_gathered_within(name):
     """Parameters would be gathered to garbage, which trains, or an error would name a storage of torch's."""
-    for said, is_same in ranks(2).run(refused, name):
-        assert "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform" in said
-        assert is_same
+    plain, sharded, _ = compare(name)
+    assert "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform" in sharded.raised
+    # The steps after it.
+    assert same(plain._replace(result=None), sharded)

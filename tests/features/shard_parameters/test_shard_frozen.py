@@ -43,6 +43,7 @@ from support.frozen import (
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
+from support.on_ranks import gathered, on_ranks
 from support.options import outcome
 from support.sharded import FROZEN, WHOLE, end, engine_of, losses_of, parameters_at_rest, same
 from support.training import (
@@ -56,6 +57,7 @@ from support.training import (
     relative_error,
 )
 
+pytestmark = pytest.mark.options("compile.shard_parameters")
 SHARDED = FROZEN
 
 
@@ -89,13 +91,13 @@ def watched(engine):
         counts.append(len(whole))
 
     # Not of the class, because ranks look for no graphs in torch's cache where a class was changed.
-    for each in units:
-        each.start_gather = functools.partial(counted, each.start_gather)
+    for unit in units:
+        unit.start_gather = functools.partial(counted, unit.start_gather)
     try:
         yield counts
     finally:
-        for each in units:
-            del each.start_gather
+        for unit in units:
+            del unit.start_gather
 
 
 def train(model, config, steps=3, skips=False, evaluates=False, **case):
@@ -110,91 +112,69 @@ def train(model, config, steps=3, skips=False, evaluates=False, **case):
     return Trained(losses, end(engine, module), at_rest, max(counts, default=0))
 
 
-class Compared(NamedTuple):
-    same: bool
-    error: float  # of losses and parameters that are numbers, relative
-    at_rest: int
-    most_gathered: int
-
-
 def compare(model, delay=None, **more):
-    with late(delay) if delay is not None else contextlib.nullcontext():
+    """Trains with sharded and with whole parameters, to the same bits. Returns what came of the sharded ones."""
+    with late(delay):
         sharded = train(model, SHARDED, **more)
     whole = train(model, WHOLE, **more)
     assert whole.at_rest == 0
-    equal = same(sharded.losses, whole.losses) and same(sharded.parameters, whole.parameters)
-    numbers = [
-        [each for each in (*run.losses, *run.parameters) if each.is_floating_point()] for run in (sharded, whole)
-    ]
-    return Compared(equal, relative_error(*numbers), sharded.at_rest, sharded.most_gathered)
-
-
-SLOW = pytest.mark.slow
-
-
-def slow_but(kept, cases):
-    """Marks all cases but ``kept`` as slow."""
-    return [case if case in kept else pytest.param(case, marks=SLOW) for case in cases]
-
-
-# Gathers that come late see what this sees, without other stages, accumulation and generated code.
-@pytest.mark.options("compile.shard_parameters")
-@SLOW
-@vary(
-    "model, backend",
-    [
-        *((model, "eager") for model in MODELS),
-        *((model, "inductor") for model in ("plain", "non-reentrant")),
-    ],
-)
-@vary("world, stage, accumulation", [(2, 1, 2), (3, 2, 1)])
-def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumulation):
-    """A backward that computed with what a block's memory holds by then would differ in some bits."""
-    for result in ranks(world).run(compare, model, stage=stage, accumulation=accumulation, backend=backend):
+    if more.get("backend") == "inductor" and not EXACT:
         # On a GPU, generated code may add in another order where parameters begin elsewhere.
-        assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
-        assert result.at_rest >= 18
-        assert result.most_gathered == 2
+        numbers = [
+            [tensor for tensor in (*run.losses, *run.parameters) if tensor.is_floating_point()]
+            for run in (sharded, whole)
+        ]
+        assert relative_error(*numbers) < BOUND
+    else:
+        assert same(sharded.losses, whole.losses) and same(sharded.parameters, whole.parameters)
+    return sharded
 
 
-def gathers_of_a_step(model):
+@vary("model, backward", [("upper", 2)], slow=[("plain", 4)])
+@on_ranks(2)
+def test_no_gather_where_no_gradient_flows(model, backward):
+    """Blocks below the first adapter would be gathered for a backward that never comes to them."""
     module, engine = make(model, SHARDED)
     with watched(engine) as counts:
         loss = engine(batch(0, 0, 0, 4))
         forward = len(counts)
         engine.backward(loss)
     engine.destroy()
-    return forward, len(counts) - forward
+    assert (forward, len(counts) - forward) == (4, backward)
 
 
-@vary("model, backward", [("upper", 2), pytest.param("plain", 4, marks=SLOW)])
-def test_no_gather_where_no_gradient_flows(ranks, model, backward):
-    """Blocks below the first adapter would be gathered for a backward that never comes to them."""
-    assert ranks(2).run(gathers_of_a_step, model) == [(4, backward)] * 2
+@vary(
+    "model, backend",
+    [("quantized", "eager"), ("again", "eager")],
+    slow=[
+        *((model, "eager") for model in MODELS if model not in ("quantized", "again")),
+        *((model, "inductor") for model in ("plain", "non-reentrant")),
+    ],
+)
+@vary("world, case", [(2, {}), (2, {"stage": 2})], slow=[(2, {"accumulation": 2, "steps": 3}), (3, {"stage": 2})])
+@on_ranks("world")
+def test_gathers_that_come_late(model, backend, world, case):
+    """A unit that is read before it came, or after it was given back, has NaNs.
+
+    A backward that computed with what a block's memory holds by then would differ in some bits.
+    """
+    sharded = compare(model, delay=0.002, evaluates=True, backend=backend, **{"steps": 2, **case})
+    assert sharded.at_rest >= 18 and sharded.most_gathered == 2
 
 
-@vary("model", slow_but(["quantized"], MODELS))
-@vary("world", [2, pytest.param(3, marks=SLOW)])
-def test_gathers_that_come_late(ranks, model, world):
-    """A unit that is read before it came, or after it was given back, has NaNs."""
-    for result in ranks(world).run(compare, model, delay=0.002, evaluates=True, steps=2):
-        assert result.same and result.at_rest >= 18 and result.most_gathered == 2
-
-
-@pytest.mark.options("compile.shard_parameters")
-@vary("model", slow_but(["slots"], HIDING))
-@vary("backend", ["eager", pytest.param("inductor", marks=SLOW)])
-def test_values_that_leave_a_block_unseen(ranks, model, backend):
+@vary("model", ["slots"], slow=[model for model in HIDING if model != "slots"])
+@vary("backend", ["eager"], slow=["inductor"])
+@on_ranks(2)
+def test_values_that_leave_a_block_unseen(model, backend):
     """Hooks on what a block returns would not gather its parameters for the backward."""
-    for result in ranks(2).run(compare, model, delay=0.002, backend=backend, steps=2):
-        assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
-        assert result.at_rest == 24 and result.most_gathered == 2
+    sharded = compare(model, delay=0.002, backend=backend, steps=2)
+    assert sharded.at_rest == 24 and sharded.most_gathered == 2
 
 
-def test_one_rank_has_all(ranks):
+@on_ranks(1)
+def test_one_rank_has_all():
     """A single rank would gather from nobody, block by block."""
-    (result,) = ranks(1).run(compare, "plain")
-    assert result.same and result.at_rest == 0
+    assert compare("plain").at_rest == 0
 
 
 # What ranks do together.
@@ -218,37 +198,33 @@ REFUSED_ALONE = {
 }
 
 
-@vary("model", slow_but(["by data"], CHANGING))
-def test_a_change_in_a_forward_is_kept(ranks, model):
+@vary("model", ["by data"], slow=["changing"])
+@on_ranks(2)
+def test_a_change_in_a_forward_is_kept(model):
     """What a forward writes into a gathered block would be lost when the block is given back."""
-    for result in ranks(2).run(compare, model, steps=2):
-        assert result.same and result.at_rest == 24
+    assert compare(model, steps=2).at_rest == 24
 
 
-def given_another_kind():
-    """Returns which parameters of a block are at rest after one was given another dtype, and what is said of it."""
+@on_ranks(2)
+def test_a_parameter_of_another_dtype_stays_whole():
+    """A parameter that got another dtype would be read from its share in the old one."""
     module, engine = make("plain", SHARDED)
     block, lines = module.body.blocks[1], []
     with mock.patch.object(unit_memory, "warn", lines.append), unsharded_parameters(engine):
         block.up.weight.data = block.up.weight.data.double()
-    at_rest = [name for name, each in block.named_parameters() if isinstance(each, Resharded)]
+    at_rest = [name for name, parameter in block.named_parameters() if isinstance(parameter, Resharded)]
     loaded(engine, module, None)
     with unsharded_parameters(engine):
-        kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
+        kinds = {weight.dtype for weight in (block.up.weight, block.down.weight)}
         engine.destroy()
-    return at_rest, kinds, lines
+    assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
+    assert kinds == {torch.float32, torch.float64}
+    assert lines == [unit_memory.ANOTHER_KIND.format("body.blocks.1.up.weight")]
 
 
-def test_a_parameter_of_another_dtype_stays_whole(ranks):
-    """A parameter that got another dtype would be read from its share in the old one."""
-    for at_rest, kinds, lines in ranks(2).run(given_another_kind):
-        assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
-        assert kinds == {torch.float32, torch.float64}
-        assert lines == [unit_memory.ANOTHER_KIND.format("body.blocks.1.up.weight")]
-
-
-def losses_of_two():
-    """Returns how far the losses of two engines are from those of their models without engines, after one backward."""
+@on_ranks(2)
+def test_two_engines_with_one_loss():
+    """Gathers of one engine would be awaited by the other, or its hooks would give back the other's blocks."""
     (_, one), (_, other) = make("plain", SHARDED), make("plain", SHARDED, seed=1)
     errors = []
     for backward in (True, False):
@@ -259,49 +235,20 @@ def losses_of_two():
         errors.append(relative_error(losses, [build("plain", seed)(ids) for seed in (0, 1)]))
     for engine in (one, other):
         end(engine)
-    return errors
+    assert max(errors) < BOUND
 
 
-def test_two_engines_with_one_loss(ranks):
-    """Gathers of one engine would be awaited by the other, or its hooks would give back the other's blocks."""
-    for errors in ranks(2).run(losses_of_two):
-        assert max(errors) < BOUND
-
-
-def another_engine():
-    """Returns what a second engine of a model says whose parameters the first has at rest."""
-    module, engine = make("plain", SHARDED)
-    said = outcome(make_engine, module, Case(adam=True, config=SHARDED))
-    return said
-
-
-def test_another_engine_of_parameters_at_rest(ranks):
-    """Of two engines that train the same parameters, each would undo the other's steps."""
-    for said in ranks(2).run(another_engine):
-        assert said is not None and "by compile.shard_parameters; call destroy() of that engine" in said
-
-
-def refusals(folder):
+@on_ranks(2)
+def test_what_is_refused_at_rest(tmp_path):
+    """Each of these would compute with, or save, memory that holds nothing."""
     module, engine = make("plain", SHARDED)
     weight = module.body.blocks[0].up.weight
-    messages, functions = {}, REFUSED if dist.get_rank() else {**REFUSED, **REFUSED_ALONE}
+    functions = REFUSED if dist.get_rank() else {**REFUSED, **REFUSED_ALONE}
     with mock.patch.object(joint_reads, "LONGEST_WAIT", 0.2):
-        for name, function in functions.items():
-            try:
-                function(module, weight, folder)
-            except Exception as error:
-                messages[name] = str(error)
+        said = {name: outcome(function, module, weight, tmp_path) for name, function in functions.items()}
     engine.destroy()
-    return messages
-
-
-@pytest.mark.options("compile.shard_parameters")
-def test_what_is_refused_at_rest(ranks, tmp_path):
-    """Each of these would compute with, or save, memory that holds nothing."""
-    for rank, messages in enumerate(ranks(2).run(refusals, str(tmp_path))):
-        for name in (*REFUSED, *(() if rank else REFUSED_ALONE)):
-            assert "compile.shard_parameters" in messages[name], name
-            assert "body.blocks.0." in messages[name], name
+    for name, text in said.items():
+        assert text is not None and "compile.shard_parameters" in text and "body.blocks.0." in text, name
 
 
 def described(engine, module, folder):
@@ -313,16 +260,16 @@ def described(engine, module, folder):
         state = module.state_dict()
         assert torch.isfinite(state["body.blocks.1.first.weight"]).all()
         assert state["body.blocks.1.up.weight"].cpu().detach().shape == (24, 12)
-        assert {id(each) for each in module.parameters()} >= {id(weight)}
+        assert {id(parameter) for parameter in module.parameters()} >= {id(weight)}
 
 
 def loaded(engine, module, folder):
     """Each rank takes its part of what it loads."""
     generator = torch.Generator().manual_seed(5)
     values = {
-        name: torch.rand(each.shape, generator=generator) - 0.5
-        for name, each in module.named_parameters()
-        if not each.requires_grad
+        name: torch.rand(parameter.shape, generator=generator) - 0.5
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad
     }
     module.load_state_dict(values, strict=False)
 
@@ -348,10 +295,10 @@ def read_later(engine, module, folder):
         state = module.state_dict()
         weight = module.body.blocks[1].down.weight.detach()
         copied, pickled = copy.deepcopy(module), io.BytesIO()
-        torch.save([each for each in module.parameters() if not each.requires_grad], pickled)
+        torch.save([parameter for parameter in module.parameters() if not parameter.requires_grad], pickled)
     trained_on(engine, module)
     pickled.seek(0)
-    frozen = [each.detach() for each in torch.load(pickled, weights_only=False)]
+    frozen = [parameter.detach() for parameter in torch.load(pickled, weights_only=False)]
     weight = weight.clone()
     module.load_state_dict({name: 0.5 * value for name, value in state.items()})
     return [weight, *frozen, copied(batch(3, 3, 3, 4)).detach()]
@@ -483,21 +430,18 @@ WORKS = {
 }
 
 
-def work_beside_whole(name, folder, **case):
-    results = beside_whole(make, (SHARDED, WHOLE), WORKS[name], folder, **case)
-    return same(*results)
-
-
-@pytest.mark.options("compile.shard_parameters")
 @vary("work", WORKS)
 @vary("stage", [1, 2])
-def test_what_works_at_rest(ranks, tmp_path, work, stage):
+@on_ranks(2)
+def test_what_works_at_rest(tmp_path, work, stage):
     """What users do beside training would read, or change, shares instead of parameters."""
-    assert ranks(2).run(work_beside_whole, work, str(tmp_path), stage=stage) == [True, True]
+    assert same(*beside_whole(make, (SHARDED, WHOLE), WORKS[work], tmp_path, stage=stage))
 
 
-def changed_between(kind):
-    """Returns what a backward says after a parameter was changed that its forward has read."""
+@vary("kind", ["at rest"], slow=["within"])
+@on_ranks(2)
+def test_a_change_between_forward_and_backward(kind):
+    """A backward would go on with other values than its forward had, which torch refuses."""
     said = []
     for config in (SHARDED, WHOLE):
         module, engine = make("breaking", config)
@@ -506,15 +450,9 @@ def changed_between(kind):
             module.load_state_dict({"body.blocks.2.down.weight": torch.zeros(12, 24)}, strict=False)
         said.append(outcome(engine.backward, loss))
         engine.destroy()
-    return said
-
-
-@vary("kind", [pytest.param("within", marks=SLOW), "at rest"])
-def test_a_change_between_forward_and_backward(ranks, kind):
-    """A backward would go on with other values than its forward had, which torch refuses."""
-    for sharded, whole in ranks(2).run(changed_between, kind):
-        assert "has been modified by an inplace operation" in sharded and "body.blocks.2.down.weight" in sharded
-        assert "has been modified by an inplace operation" in whole
+    sharded, whole = said
+    assert "has been modified by an inplace operation" in sharded and "body.blocks.2.down.weight" in sharded
+    assert "has been modified by an inplace operation" in whole
 
 
 class Overwriting(AdaptedBlock):
@@ -530,29 +468,25 @@ class Overwriting(AdaptedBlock):
         return self.overwrite(super().forward(x))
 
 
-def overwritten():
+@on_ranks(2)
+def test_a_saved_tensor_that_a_block_changes():
+    """Torch leaves to hooks of saved tensors to see that a tensor was changed."""
     with mock.patch.dict(MODELS, {"overwriting": model_of(of_block=Overwriting)}):
         module, engine = make("overwriting", SHARDED)
     said = outcome(engine.backward, engine(batch(0, 0, dist.get_rank(), 4)))
     engine.destroy()
-    return said
+    assert "has been modified by an inplace operation" in said
 
 
-def test_a_saved_tensor_that_a_block_changes(ranks):
-    """Torch leaves to hooks of saved tensors to see that a tensor was changed."""
-    for said in ranks(2).run(overwritten):
-        assert "has been modified by an inplace operation" in said
-
-
-def copies_made_at_rest():
-    """Returns the dtypes of copies at rest, and what is said when they are written, here and within the context.
-
-    Torch makes such copies where a module is moved.
-    """
+@pytest.mark.follows("so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`")
+@on_ranks(2)
+def test_copies_made_at_rest():
+    """A copy of another dtype would say that it is as the parameter, and writing a copy would write the parameter."""
     module, engine = make("plain", SHARDED)
     weight, moved = module.body.blocks[1].up.weight, []
 
     def move(tensor):
+        # Torch makes such copies where a module is moved.
         for copied in (tensor.to(torch.float16), tensor.clone()):
             if tensor is weight:
                 moved.append(copied)
@@ -565,46 +499,29 @@ def copies_made_at_rest():
     copied = module.state_dict()["body.blocks.1.up.weight"].to(torch.float64)
     with unsharded_parameters(engine):
         before = weight.clone()
-        assert torch.equal(copied, before.double())
         said.append(outcome(half.zero_))
         # As is advised: a copy that is made here has values.
         advised = outcome(copy.deepcopy(weight).zero_)
-        unchanged = torch.equal(weight, before)
-        engine.destroy()
-    return half.dtype, half.shape, clone.dtype, said, advised is None and unchanged
-
-
-@pytest.mark.follows("so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`")
-def test_copies_made_at_rest(ranks):
-    """A copy of another dtype would say that it is as the parameter, and writing a copy would write the parameter."""
-    for half, shape, whole, said, unchanged in ranks(2).run(copies_made_at_rest):
-        assert (half, shape, whole, unchanged) == (torch.float16, (24, 12), torch.float32, True)
-        for each in said:
-            assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_parameters" in each
-            assert "make it within `with unsharded_parameters(engine):`" in each
-
-
-def copies_after_the_end():
-    """Returns what is said of a copy whose engine was destroyed."""
-    module, engine = make("plain", SHARDED)
-    weight = module.body.blocks[1].up.weight
+        after = weight.clone()
     engine.destroy()
-    return outcome(lambda: weight.detach().to(torch.float16).zero_())
+    assert (half.dtype, half.shape, clone.dtype) == (torch.float16, (24, 12), torch.float32)
+    assert torch.equal(copied, before.double()) and torch.equal(after, before) and advised is None
+    for text in said:
+        assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_parameters" in text
+        assert "make it within `with unsharded_parameters(engine):`" in text
+    # Nobody is sent into a context of an engine that is gone.
+    said = outcome(lambda: weight.detach().to(torch.float16).zero_())
+    assert "parameter body.blocks.1.up.weight is sharded" in said and "its engine was destroyed" in said
 
 
-def test_copies_after_the_end(ranks):
-    """Who copies a parameter after the end would be sent into a context of an engine that is gone."""
-    for said in ranks(2).run(copies_after_the_end):
-        assert "parameter body.blocks.1.up.weight is sharded" in said and "its engine was destroyed" in said
-
-
-def views_that_are_kept(more):
-    """Trains blocks that keep views; returns what is said, and how many units are whole at rest, also afterwards.
-
-    ``more``: how many uses torch counts of each storage beside those that it counts now.
-    """
+@pytest.mark.follows("drop it, or clone() it, to have them sharded by compile.shard_parameters")
+@vary("more", [0], slow=[1])
+@on_ranks(2)
+def test_views_that_are_kept(more):
+    """Memory of which someone has a view would be freed, or stay when no one has a view any more."""
     module, engine = make("attribute", SHARDED)
-    units, sizes = feature.sharded_blocks(engine).units, []
+    units, whole = feature.sharded_blocks(engine).units, []
+    # How many uses torch counts of each storage beside those that it counts now: ``more``.
     count = torch._C._storage_Use_Count
     with (
         warnings_logged() as lines,
@@ -619,21 +536,12 @@ def views_that_are_kept(more):
                     engine(batch(0, 0, 0, 4))
                 for block in module.body.blocks:
                     block.view = None
-                feature.sharded_blocks(engine).whole.free_lent()
-            sizes.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
+                feature.sharded_blocks(engine).whole.free_unviewed()
+            whole.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
-    return lines, sizes
-
-
-@pytest.mark.options("compile.shard_parameters")
-@pytest.mark.follows("drop it, or clone() it, to have them sharded by compile.shard_parameters")
-@vary("more", [0, pytest.param(1, marks=SLOW)])
-def test_views_that_are_kept(ranks, more):
-    """Memory of which someone has a view would be freed, or stay when no one has a view any more."""
-    for rank, (lines, whole) in enumerate(ranks(2).run(views_that_are_kept, more)):
-        assert whole == [4, 4, 0]
-        assert len(lines) == (rank == 0)
-        assert all("parameter body.blocks.0.norm.weight among them, stay whole" in line for line in lines)
+    assert whole == [4, 4, 0]
+    assert len(lines) == (dist.get_rank() == 0)
+    assert all("parameter body.blocks.0.norm.weight among them, stay whole" in line for line in lines)
 
 
 def compiled_in(mode):
@@ -647,14 +555,11 @@ def compiled_in(mode):
     return results
 
 
-def compiled_in_both():
-    return same(compiled_in(True), compiled_in(False))
-
-
 @pytest.mark.slow
-def test_compiled_in_inference_mode(ranks):
+@on_ranks(2)
+def test_compiled_in_inference_mode():
     """Memory that is made in inference mode cannot be written in training."""
-    assert ranks(2).run(compiled_in_both) == [True, True]
+    assert same(compiled_in(True), compiled_in(False))
 
 
 @pytest.mark.quick
@@ -666,75 +571,59 @@ def test_an_error_of_this_rank():
         made.add_(1)
 
 
-def memory_at_rest():
-    """Returns the bytes of frozen parameters of blocks, and how many of them this rank holds."""
+@vary("world", [2], slow=[3])
+@on_ranks("world")
+def test_a_rank_holds_its_part(world):
+    """A view that stays of the whole parameters would keep their memory."""
     module, engine = make("plain", SHARDED)
     trained_on(engine, module)
     sharded = feature.sharded_blocks(engine)
-    frozen = [each for each in module.body.blocks.parameters() if not each.requires_grad]
+    frozen = [parameter for parameter in module.body.blocks.parameters() if not parameter.requires_grad]
     held = sum(share.untyped_storage().nbytes() for share in sharded.shares)
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in frozen}
+    storages = {parameter.untyped_storage()._cdata: parameter.untyped_storage().nbytes() for parameter in frozen}
     engine.destroy()
-    return sum(each.nbytes for each in frozen), held + sum(storages.values())
+    # Parameters begin at multiples of 64 bytes.
+    assert held + sum(storages.values()) <= sum(parameter.nbytes for parameter in frozen) / world + 64 * 4 * 7
 
 
-@vary("world", [2, pytest.param(3, marks=SLOW)])
-def test_a_rank_holds_its_part(ranks, world):
-    """A view that stays of the whole parameters would keep their memory."""
-    for whole, held in ranks(world).run(memory_at_rest):
-        # Parameters begin at multiples of 64 bytes.
-        assert held <= whole / world + 64 * 4 * 7
-
-
-def given_back_at_once():
-    """Returns how often, of 200 times, a rank takes a unit for lent that it gives back as soon as it was gathered."""
-    _, engine = make("plain", SHARDED)
-    gathered, lent = feature.sharded_blocks(engine).units[0], 0
-    for _ in range(200):
-        gathered.start_gather()
-        gathered.finish_gather()
-        gathered.reshard()
-        lent += gathered.memory.is_lent
-    engine.destroy()
-    return lent
-
-
-def test_a_gather_that_is_given_back_at_once(ranks):
+@on_ranks(2)
+def test_a_gather_that_is_given_back_at_once():
     """Gloo's thread, which keeps the memory for a moment, would be taken for someone who has a view of it."""
-    assert ranks(2).run(given_back_at_once) == [0, 0]
+    _, engine = make("plain", SHARDED)
+    unit, lent = feature.sharded_blocks(engine).units[0], 0
+    for _ in range(200):
+        unit.start_gather()
+        unit.finish_gather()
+        unit.reshard()
+        lent += unit.memory.has_external_views
+    engine.destroy()
+    assert lent == 0
 
 
-def trained_from_the_host():
-    """What the first rank has is sharded, if frozen parameters of blocks have not been moved to the device."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_from_the_host():
+    """Parameters that wait on the host would all come to the device before they are sharded."""
+    # What the first rank has is sharded, if frozen parameters of blocks have not been moved to the device.
     torch.manual_seed(dist.get_rank())
     module = MODELS["plain"]()
     with mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True)), compile_backend("eager"):
         engine = engine_by_configuration(module, True, **SHARDED)
-        waits = sum(BROADCAST_LATER in vars(each) for each in module.parameters())
+        waits = sum(BROADCAST_LATER in vars(parameter) for parameter in module.parameters())
         with torch.no_grad():
             evaluated = engine(batch(0, 0, 0, 4))
-    return waits, float(evaluated), [each.cpu() for each in trained_on(engine, module)[1:]]
+    first, other = gathered((float(evaluated), [tensor.cpu() for tensor in trained_on(engine, module)[1:]]))
+    assert waits == 24 or dist.get_rank() > 0
+    assert first[0] == other[0] and same(first[1], other[1])
 
 
-@SLOW
-def test_from_the_host(ranks):
-    """Parameters that wait on the host would all come to the device before they are sharded."""
-    (waits, *first), (_, *second) = ranks(2).run(trained_from_the_host)
-    assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
-
-
-def initialized_without_blocks():
-    """Returns what is said of a model without blocks, and how often a module was moved before."""
+@on_ranks(2)
+def test_a_model_without_blocks_is_refused_before_it_is_moved():
+    """A device that cannot hold the whole model would run out of memory, and nobody read the sentence."""
     moves, to = [], torch.nn.Module.to
     with mock.patch.object(torch.nn.Module, "to", lambda *args, **kwargs: moves.append(args) or to(*args, **kwargs)):
         said = outcome(engine_by_configuration, torch.nn.Linear(4, 1), True, **SHARDED)
-    return said, len(moves)
-
-
-def test_a_model_without_blocks_is_refused_before_it_is_moved(ranks):
-    """A device that cannot hold the whole model would run out of memory, and nobody read the sentence."""
-    for said, moves in ranks(2).run(initialized_without_blocks):
-        assert "found no blocks that repeat in Linear" in said and moves == 0
+    assert "found no blocks that repeat in Linear" in said and moves == []
 
 
 def train_checkpointed_by_transformers(config):
@@ -756,19 +645,15 @@ def train_checkpointed_by_transformers(config):
     engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     end(engine)
-    return [each.detach() for each in (loss, *model.parameters())], graphs
-
-
-def compare_checkpointed_by_transformers():
-    sharded, whole = (train_checkpointed_by_transformers(config) for config in (SHARDED, WHOLE))
-    return same(sharded[0], whole[0]), sharded[1], whole[1]
+    return [tensor.detach() for tensor in (loss, *model.parameters())], graphs
 
 
 @pytest.mark.slow
-def test_layers_that_transformers_checkpoints(ranks):
+@on_ranks(2)
+def test_layers_that_transformers_checkpoints():
     """What a backward computes again would be compiled anew, for parameters that each rank has a part of."""
-    for equal, sharded, whole in ranks(2).run(compare_checkpointed_by_transformers):
-        assert equal and sharded <= whole + 1, (equal, sharded, whole)
+    sharded, whole = (train_checkpointed_by_transformers(config) for config in (SHARDED, WHOLE))
+    assert same(sharded[0], whole[0]) and sharded[1] <= whole[1] + 1
 
 
 @pytest.mark.quick
@@ -781,50 +666,34 @@ def test_a_forward_without_a_backward():
     assert memory.expired()
 
 
-def without_frozen_parameters():
+@on_ranks(2)
+def test_without_frozen_parameters():
+    """Who has nothing frozen would believe that the option saves memory."""
     lines = []
     with mock.patch.object(feature, "warn", lines.append):
         engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
     engine.destroy()
-    return lines
+    assert any("compile.shard_parameters has no effect" in line for line in lines)
 
 
-@pytest.mark.options("compile.shard_parameters")
-def test_without_frozen_parameters(ranks):
-    """Who has nothing frozen would believe that the option saves memory."""
-    for lines in ranks(2).run(without_frozen_parameters):
-        assert any("compile.shard_parameters has no effect" in line for line in lines)
-
-
-def refused_states():
-    """Compiles an engine that has loaded states of another form, and once more without them."""
+@on_ranks(2)
+def test_a_refusal_leaves_parameters_whole():
+    """An engine that is refused after it has sharded would leave its model without parameters."""
     from deepspeed.compile.features.update.blockwise import FORM, zeros
 
     options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
     module, engine = make("plain", {"compile": options}, deepcompile=False)
-    before, lines = [each.detach().clone() for each in module.parameters()], []
+    before, lines = [parameter.detach().clone() for parameter in module.parameters()], []
     (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
     states[master] = {**zeros(master), FORM: {"version": -1}}
     with mock.patch.object(logger, "warning", lines.append):
         said = outcome(engine.compile, backend="eager")
-    whole = not any(isinstance(each, Resharded) for each in module.parameters())
-    unchanged = whole and same(before, [each.detach() for each in module.parameters()])
+    whole = not any(isinstance(parameter, Resharded) for parameter in module.parameters())
+    unchanged = whole and same(before, [parameter.detach() for parameter in module.parameters()])
     del states[master]
     engine.compile(backend="eager")
     trained_on(engine, module)
     at_rest = parameters_at_rest(module)
     engine.destroy()
-    return said, unchanged, lines, at_rest
-
-
-def test_a_refusal_leaves_parameters_whole(ranks):
-    """An engine that is refused after it has sharded would leave its model without parameters."""
-    for said, unchanged, lines, at_rest in ranks(2).run(refused_states):
-        assert "8-bit optimizer states were loaded of the form" in said
-        assert unchanged and lines == [] and at_rest == 24
-
-
-def test_a_forward_that_comes_back_to_earlier_blocks(ranks):
-    """Their frozen parameters were given back, and reading them would end the process."""
-    for result in ranks(2).run(compare, "again", stage=2, steps=2):
-        assert result.same and result.most_gathered == 2
+    assert "8-bit optimizer states were loaded of the form" in said
+    assert unchanged and lines == [] and at_rest == 24

@@ -16,6 +16,7 @@ from deepspeed.compile.features.shard_parameters.generation import synchronize_g
 
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
+from support.on_ranks import on_ranks
 from support.training import Case, batch, device, make_engine
 
 PROMPT, MOST = 3, 6  # tokens
@@ -41,8 +42,12 @@ def generate(model, end=None, **more):
     return text[0, PROMPT:].tolist()
 
 
-def texts(shards):
-    """Returns a text that this rank generates alone, the same beside other ranks, and what copies generate."""
+@pytest.mark.options("compile.shard_parameters")
+@vary("shards", ["all", "frozen"])
+@on_ranks(2, timeout=100)
+def test_texts_of_different_lengths(shards):
+    """A rank whose text has ended would go on, and gather other blocks than a rank that still generates."""
+    pytest.importorskip("transformers")
     module, engine = make(shards)
     with unsharded_parameters(engine):
         longest = generate(module)
@@ -58,24 +63,15 @@ def texts(shards):
     of_copies = []
     if dist.get_rank() == 0:
         # No other rank generates here.
-        for each in (copied, pickle.loads(pickled), copy.deepcopy(copied)):
-            torch.nn.init.zeros_(each.lm_head.weight)
-            of_copies.append(generate(each))
+        for model in (copied, pickle.loads(pickled), copy.deepcopy(copied)):
+            torch.nn.init.zeros_(model.lm_head.weight)
+            of_copies.append(generate(model))
         found.append(generate(module, end))
     assert "generate" not in vars(module) and b"deepspeed" not in pickled
-    return alone, found, of_copies
-
-
-@pytest.mark.options("compile.shard_parameters")
-@vary("shards", ["all", "frozen"])
-def test_texts_of_different_lengths(ranks, shards):
-    """A rank whose text has ended would go on, and gather other blocks than a rank that still generates."""
-    pytest.importorskip("transformers")
-    (first, found, of_copies), (second, also_found, _) = ranks(2).run(texts, shards, timeout=100)
-    assert len(first) == 2 < len(second) == MOST
-    assert found == [first] * 3 and also_found == [second] * 2
+    assert len(alone) == (MOST if dist.get_rank() else 2)
+    assert found == [alone] * (2 if dist.get_rank() else 3)
     # The copies have weights of zeros.
-    assert of_copies == [[0] * MOST] * 3
+    assert of_copies == [[0] * MOST] * (0 if dist.get_rank() else 3)
 
 
 class Generating(torch.nn.Module):
@@ -104,10 +100,13 @@ class OfOthers(torch.nn.Module):
         return "its own"
 
 
-def waits_for_others():
-    """Returns what models do while ranks share parameters: all of them, whole ones, two of three, and one alone."""
+@pytest.mark.options("compile.shard_parameters")
+@pytest.mark.slow
+@on_ranks(3)
+def test_which_models_wait_for_others():
+    """A model would wait for ranks that share no parameters with its own, or not wait where it must."""
     rank, found = dist.get_rank(), []
-    everyone, pair, alone = dist.group.WORLD, dist.new_group([0, 1]), [dist.new_group([each]) for each in range(3)]
+    everyone, pair, alone = dist.group.WORLD, dist.new_group([0, 1]), [dist.new_group([member]) for member in range(3)]
     groups = [(everyone, False), (everyone, True), (pair if rank < 2 else alone[2], False), (alone[rank], False)]
     for group, are_whole in groups:
         around, others, replaced = Around(), OfOthers(), Generating()
@@ -118,12 +117,5 @@ def waits_for_others():
             found.append([around.generate(1), around.generate(1, synced_gpus=False), "generate" in vars(around)])
             assert others.generate(1) == "its own" and replaced.generate(1) == "replaced"
         assert around.generate(1) is None and replaced.generate(1) == "replaced"
-    return found
-
-
-@pytest.mark.options("compile.shard_parameters")
-@pytest.mark.slow
-def test_which_models_wait_for_others(ranks):
-    """A model would wait for ranks that share no parameters with its own, or not wait where it must."""
     left = [None, False, False]
-    assert ranks(3).run(waits_for_others) == [[[True, True, False], left, left, left]] * 3
+    assert found == [[True, True, False], left, left, left]

@@ -9,45 +9,30 @@ import torch
 
 from support.ids import vary
 from support.muon import Training, momenta, start, train
-from support.sharded import SHARDED, WHOLE, end, parameters_at_rest, same_bits
-
-
-def compare(training, folder):
-    """Trains, saves, trains on, loads, and trains on, with sharded and with whole parameters.
-
-    Returns whether master weights, momentum and parameters are the same, and how many parameters were at rest.
-    """
-    results, at_rest = [], []
-    for kind, made in (("sharded", SHARDED), ("whole", WHOLE)):
-        torch._dynamo.reset()
-        config = {**(training.config or {}), **made}
-        module, engine = start(dataclasses.replace(training, config=config), deepcompile=True)
-        train(engine, training, range(2))
-        engine.save_checkpoint(f"{folder}/{kind}", tag="one")
-        train(engine, training, [2])
-        engine.load_checkpoint(f"{folder}/{kind}", tag="one")
-        train(engine, training, [3, 4])
-        at_rest.append(parameters_at_rest(module))
-        states = [each.clone() for each in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
-        results.append([*states, *end(engine, module)])
-    return same_bits(*results), at_rest[0]
+from support.on_ranks import on_ranks
+from support.sharded import SHARDED, WHOLE, end, parameters_at_rest, same
 
 
 @pytest.mark.options("compile.shard_parameters")
 @vary(
     "world, varied",
-    [
-        (2, {"stage": 2, "accumulation": 2}),
-        *(
-            pytest.param(world, varied, marks=pytest.mark.slow)
-            for world, varied in (
-                (3, {"stage": 1, "dtype": "bf16"}),
-                (2, {"stage": 2, "model": "Tied", "aligned": True}),
-            )
-        ),
-    ],
+    [(2, {"stage": 2, "accumulation": 2})],
+    slow=[(3, {"stage": 1, "dtype": "bf16"}), (2, {"stage": 2, "model": "Tied", "aligned": True})],
 )
-def test_muon_steps_sharded_parameters(ranks, tmp_path, world, varied):
+@on_ranks("world", timeout=100)
+def test_muon_steps_sharded_parameters(tmp_path, world, varied):
     """Muon, which computes an update of a whole matrix, would take the matrix from where nothing lies at rest."""
-    for equal, at_rest in ranks(world).run(compare, Training(depth=3, **varied), str(tmp_path), timeout=100):
-        assert all(equal) and at_rest > 20
+    training, results, at_rest = Training(depth=3, **varied), [], []
+    for kind, made in (("sharded", SHARDED), ("whole", WHOLE)):
+        torch._dynamo.reset()
+        config = {**(training.config or {}), **made}
+        module, engine = start(dataclasses.replace(training, config=config), deepcompile=True)
+        train(engine, training, range(2))
+        engine.save_checkpoint(f"{tmp_path}/{kind}", tag="one")
+        train(engine, training, [2])
+        engine.load_checkpoint(f"{tmp_path}/{kind}", tag="one")
+        train(engine, training, [3, 4])
+        at_rest.append(parameters_at_rest(module))
+        states = [tensor.clone() for tensor in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
+        results.append([*states, *end(engine, module)])
+    assert same(*results) and at_rest[0] > 20

@@ -17,7 +17,8 @@ from deepspeed.compile.features.shard_parameters import keep, unsharded_paramete
 from support.frozen import WIDTH, Adapted, AdaptedBlock, Body
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
-from support.sharded import SHARDED, end, engine_of, same_bits, section, units_at_rest
+from support.on_ranks import on_ranks
+from support.sharded import SHARDED, end, engine_of, same, section, units_at_rest
 from support.training import BOUND, Case, batch, device, make_engine, relative_error
 
 LAYER = "L"  # stands for a large layer beside the blocks
@@ -39,7 +40,7 @@ class InOrder(Body):
             layers[LAYER] = nn.Linear(WIDTH, WIDTH, bias=False)
             self.blocks.insert(place, layers[LAYER])
         # A tuple registers no modules.
-        self.called, self.checkpointed = tuple(layers[each] for each in order), checkpointed
+        self.called, self.checkpointed = tuple(layers[key] for key in order), checkpointed
 
     def run(self, x, skip):
         for layer in self.called:
@@ -66,7 +67,7 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
     trained = "all" if trains_all else "adapters"
     module, engine = engine_of(build, section(None, **options), trained, adam=False, **case)
     losses = []
-    held = [each.up.weight for each in module.body.called[:2]] if holds else []
+    held = [block.up.weight for block in module.body.called[:2]] if holds else []
     for step in range(steps):
         if before is not None:
             before(step, module.body.called[0].up.weight)
@@ -80,47 +81,36 @@ def train(options, order, place=4, checkpointed=None, trains_all=True, holds=Fal
 
 
 def compare(shards, order, kept=None, **case):
+    """Trains with sharded and with whole parameters, to the same bits. Returns how many units were at rest."""
     # The host has no memory to spare, as far as "fit" knows.
     with mock.patch.object(keep, "spare_memory", shapes_no_graph(lambda device: 5000)):
         sharded, at_rest = train(
             {"shard_parameters": shards, "keep_gathered": kept}, order, trains_all=shards == "all", **case
         )
     whole, _ = train({}, order, trains_all=shards == "all", **case)
-    return same_bits(sharded, whole), at_rest
-
-
-SLOW = pytest.mark.slow
-ORDERS = ("01323", "0L1L2L3L", *(pytest.param(each, marks=SLOW) for each in ("3210", "00112233", "203102", "L01L23L")))
+    assert same(sharded, whole)
+    return at_rest
 
 
 @pytest.mark.options("compile.shard_parameters")
 @pytest.mark.table
 @vary("shards", ["all", "frozen"])
-@vary("order", ORDERS)
+@vary("order", ["01323", "0L1L2L3L"], slow=["3210", "00112233", "203102", "L01L23L"])
 @vary(
     "case",
-    [
-        {"stage": 2},
-        {"stage": 1, "kept": 2, "checkpointed": False, "place": 0},
-        *(
-            pytest.param(case, marks=SLOW)
-            for case in (
-                {"stage": 2, "kept": "fit", "place": 2},
-                {"stage": 2, "checkpointed": True},
-            )
-        ),
-    ],
+    [{"stage": 2}, {"stage": 1, "kept": 2, "checkpointed": False, "place": 0}],
+    slow=[{"stage": 2, "kept": "fit", "place": 2}, {"stage": 2, "checkpointed": True}],
 )
-def test_blocks_called_again_or_out_of_order(ranks, shards, order, case):
+@on_ranks(2)
+def test_blocks_called_again_or_out_of_order(shards, order, case):
     """A backward would give back the block that it reads, to make room for the next one."""
-    for equal, at_rest in ranks(2).run(compare, shards, order, **case):
-        assert all(equal) and at_rest >= 4
+    assert compare(shards, order, **case) >= 4
 
 
-def test_a_backward_beside_blocks_that_are_held(ranks):
+@on_ranks(2)
+def test_a_backward_beside_blocks_that_are_held():
     """Blocks that stay leave no room for others, so the next one would take the place of the one that is read."""
-    for equal, _ in ranks(2).run(compare, "all", "0123", stage=1, holds=True):
-        assert all(equal)
+    compare("all", "0123", stage=1, holds=True)
 
 
 def double(parameter):
@@ -131,50 +121,39 @@ def drop(parameter):
     parameter.register_post_accumulate_grad_hook(lambda hooked: setattr(hooked, "grad", None))
 
 
-def compare_hooked(order, rank, hook, hooked, **case):
+@pytest.mark.table
+@vary("order", ["0120"], slow=["00123", "0102030", "0L10"])
+@vary("rank", [0, 1])
+@vary("hook", [double, drop])
+@vary("bucket", [150], slow=[1, 40])
+@vary("hooked", [1], slow=[0])
+@vary("checkpointed", [None, True])
+@on_ranks(2)
+def test_a_hook_on_one_rank_alone(order, rank, hook, bucket, hooked, checkpointed):
+    """That rank would wait for a block while the others, whose buckets are full, wait for its gradients."""
+
     def on_one_rank(step, parameter):
         if step == hooked and dist.get_rank() == rank:
             hook(parameter)
 
-    return compare("all", order, before=on_one_rank, stage=2, **case)
+    assert compare("all", order, before=on_one_rank, stage=2, bucket=bucket, checkpointed=checkpointed) >= 4
 
 
 @pytest.mark.table
-@vary("order", ["0120", *(pytest.param(each, marks=SLOW) for each in ("00123", "0102030", "0L10"))])
+@vary("order", ["0120"], slow=["00123", "0102030"])
 @vary("rank", [0, 1])
-@vary("hook", [double, drop])
-@vary("bucket", [150, *(pytest.param(each, marks=SLOW) for each in (1, 40))])
-@vary("hooked", [pytest.param(0, marks=SLOW), 1])
-@vary("checkpointed", [None, True])
-def test_a_hook_on_one_rank_alone(ranks, order, rank, hook, bucket, hooked, checkpointed):
-    """That rank would wait for a block while the others, whose buckets are full, wait for its gradients."""
-    for equal, at_rest in ranks(2).run(
-        compare_hooked, order, rank, hook, hooked, bucket=bucket, checkpointed=checkpointed
-    ):
-        assert all(equal) and at_rest >= 4
-
-
-def compare_uncompiled(order, rank, uncompiled, **case):
-    """One rank computes the blocks in code that is not compiled, from step 1 on."""
+@vary("bucket", [40], slow=[1, 150])
+@on_ranks(2, timeout=100)
+def test_a_rank_that_runs_uncompiled(order, rank, bucket):
+    """That rank gets one gradient where graphs give others two. It would wait for a block, and others for the sum."""
 
     def on_one_rank(step, parameter):
-        eager = step == uncompiled and dist.get_rank() == rank
-        torch.compiler.set_stance("force_eager" if eager else "default")
+        torch.compiler.set_stance("force_eager" if step == 1 and dist.get_rank() == rank else "default")
 
     try:
-        return compare("all", order, before=on_one_rank, stage=2, **case)
+        assert compare("all", order, before=on_one_rank, stage=2, bucket=bucket) >= 4
     finally:
         torch.compiler.set_stance("default")
-
-
-@pytest.mark.table
-@vary("order", ["0120", *(pytest.param(each, marks=SLOW) for each in ("00123", "0102030"))])
-@vary("rank", [0, 1])
-@vary("bucket", [40, *(pytest.param(each, marks=SLOW) for each in (1, 150))])
-def test_a_rank_that_runs_uncompiled(ranks, order, rank, bucket):
-    """That rank gets one gradient where graphs give others two. It would wait for a block, and others for the sum."""
-    for equal, at_rest in ranks(2).run(compare_uncompiled, order, rank, 1, bucket=bucket, timeout=100):
-        assert all(equal) and at_rest >= 4
 
 
 class Between(nn.Module):
@@ -217,16 +196,11 @@ def one_backward_of_two(shards, uncompiled):
     return losses
 
 
-def compare_one_backward_of_two():
-    sharded, whole = (one_backward_of_two(shards, 1 if shards else None) for shards in ("all", None))
-    return relative_error(sharded, whole)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on GPUs ranks raise if one of them alone runs uncompiled")
-def test_one_backward_of_a_sharded_engine_and_another_one(ranks):
+@on_ranks(2, timeout=100)
+def test_one_backward_of_a_sharded_engine_and_another_one():
     """A rank would wait for a block of one engine, and the other rank for a bucket of the other engine."""
-    for error in ranks(2).run(compare_one_backward_of_two, timeout=100):
-        assert error < BOUND
+    assert relative_error(one_backward_of_two("all", 1), one_backward_of_two(None, None)) < BOUND
 
 
 class Meets(torch.autograd.Function):
@@ -262,8 +236,10 @@ def sharded_engine():
     return make_engine(Between().to(device()), Case(adam=True, stage=2, bucket=40, config=SHARDED))
 
 
-def meet_beside_an_engine_of_one_rank():
-    """One rank has collected an earlier engine that shards parameters, which nobody destroyed, and another has not."""
+@on_ranks(2, timeout=100)
+def test_an_engine_that_one_rank_has_collected():
+    """That rank would send a bucket, and the other one, which holds the bucket, would wait for it elsewhere."""
+    # One rank has collected an earlier engine that shards parameters, which nobody destroyed, and another has not.
     kept = [sharded_engine()]
     if dist.get_rank():
         kept.clear()
@@ -275,8 +251,3 @@ def meet_beside_an_engine_of_one_rank():
     engine.destroy()
     for engine in kept:
         engine.destroy()
-
-
-def test_an_engine_that_one_rank_has_collected(ranks):
-    """That rank would send a bucket, and the other one, which holds the bucket, would wait for it elsewhere."""
-    ranks(2).run(meet_beside_an_engine_of_one_rank, timeout=100)

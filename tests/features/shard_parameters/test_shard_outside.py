@@ -20,10 +20,9 @@ from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, Tied, late, model
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY
-from support.sharded import end, engine_of, losses_of, same_bits, section, units_at_rest
+from support.on_ranks import gathered, on_ranks
+from support.sharded import end, engine_of, losses_of, same, section, units_at_rest
 from support.training import Case, batch, device, make_engine
-
-SLOW = pytest.mark.slow
 
 
 class TiedHead(Adapted):
@@ -158,35 +157,30 @@ def train(model, shards, forwards=1, frozen=False, steps=2, chunked=False, direc
     return [*results, *end(engine, module)], at_rest
 
 
-def compare(model, delay=None, **more):
-    with small_chunks() if more.get("chunked") else contextlib.nullcontext() as seen:
-        with late(delay) if delay is not None else contextlib.nullcontext():
-            results, at_rest = train(model, "all", **more)
-        expected, _ = train(model, None, **more)
-    # Where the model itself calls blocks, or code behind them is not compiled, its loss is no part of a graph.
-    assert not more.get("chunked") or model in ("calls all", "uncompiled") or seen.chunks
-    return same_bits(results, expected), at_rest
-
-
-CASES = [
-    {},
-    pytest.param({"chunked": True, "kept": 3, "stage": 2}, marks=SLOW),
-    pytest.param({"stage": 2, "dtype": "bf16", "delay": 0.01}, marks=SLOW),
-    pytest.param({"forwards": 2, "direct": True, "accumulation": 2}, marks=SLOW),
-    pytest.param({"frozen": True, "kept": 1}, marks=SLOW),
-    pytest.param({"kept": 2, "forwards": 2, "delay": 0.01}, marks=SLOW),
-    pytest.param({"backend": "inductor"}, marks=SLOW),
-]
-
-
 @pytest.mark.options("compile.shard_parameters")
 @vary("model", OUTSIDE)
-@vary("case", CASES)
-def test_it_trains_to_the_same_bits(ranks, model, case):
+@vary(
+    "case",
+    [{}],
+    slow=[
+        {"chunked": True, "kept": 3, "stage": 2},
+        {"stage": 2, "dtype": "bf16", "delay": 0.01},
+        {"forwards": 2, "direct": True, "accumulation": 2},
+        {"frozen": True, "kept": 1},
+        {"kept": 2, "forwards": 2, "delay": 0.01},
+        {"backend": "inductor"},
+    ],
+)
+@on_ranks(2)
+def test_it_trains_to_the_same_bits(model, case):
     """Code around blocks that reads an embedding or a head before it has come, or after it was given back."""
-    for equal, at_rest in ranks(2).run(compare, model, **case):
-        assert all(equal)
-        assert at_rest >= 4
+    with small_chunks() if case.get("chunked") else contextlib.nullcontext() as seen:
+        with late(case.pop("delay", None)):
+            results, at_rest = train(model, "all", **case)
+        expected, _ = train(model, None, **case)
+    # Where the model itself calls blocks, or code behind them is not compiled, its loss is no part of a graph.
+    assert not case.get("chunked") or model in ("calls all", "uncompiled") or seen.chunks
+    assert same(results, expected) and at_rest >= 4
 
 
 @contextlib.contextmanager
@@ -209,50 +203,43 @@ def sent(model, kept):
     """
     torch._dynamo.reset()
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
-    engine, gathered, whole = make_engine(module, Case(config=section("all", keep_gathered=kept))), [], []
+    engine, begun, whole = make_engine(module, Case(config=section("all", keep_gathered=kept))), [], []
     units = feature.sharded_blocks(engine).units
-    with gathers_seen(gathered.append):
+    with gathers_seen(begun.append):
         for step in range(2):
-            gathered.clear()
+            begun.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
-            whole = [each.memory.name for each in units if each.is_gathered]
+            whole = [unit.memory.name for unit in units if unit.is_gathered]
             engine.backward(loss)
             engine.step()
-        sends, x = len(gathered), torch.ones(1, 3, WIDTH, device=device())
+        sends, x = len(begun), torch.ones(1, 3, WIDTH, device=device())
         for block in module.body.blocks:
             x = block(x)
-        alone = sum(each.is_gathered for each in units)
+        alone = sum(unit.is_gathered for unit in units)
     engine.destroy()
     return sends, len(whole), alone
 
 
 @pytest.mark.options("compile.keep_gathered")
-@vary("model", ["plain", pytest.param("non-reentrant", marks=SLOW)])
+@vary("model", ["plain"], slow=["non-reentrant"])
 @vary(
     "kept, sends, whole",
-    [
-        (3, 7, 4),
-        *(
-            pytest.param(*case, marks=SLOW)
-            for case in ((None, 10, 1), (0, 10, 1), (1, 9, 2), (4, 6, 5), (9, 6, 5), ("fit", 10, 1))
-        ),
-    ],
+    [(3, 7, 4)],
+    slow=[(None, 10, 1), (0, 10, 1), (1, 9, 2), (4, 6, 5), (9, 6, 5), ("fit", 10, 1)],
 )
-def test_what_a_step_gathers(ranks, model, kept, sends, whole):
+@on_ranks(2)
+def test_what_a_step_gathers(model, kept, sends, whole):
     """Blocks that are kept would be gathered again, or others kept; an embedding or a head would be gathered twice."""
     # From the third step on a GPU has memory to spare, and keeps all blocks.
     alone = 5 if kept == "fit" and device().type != "cpu" else whole
-    assert ranks(2).run(sent, model, kept) == [(sends, whole, alone)] * 2
+    assert sent(model, kept) == (sends, whole, alone)
 
 
-def sent_by_many(model):
-    with mock.patch.object(keep, "KEEP_LAST_FROM", 2):
-        return sent(model, None)
-
-
-def test_the_last_block_stays_on_many_ranks(ranks):
+@on_ranks(2)
+def test_the_last_block_stays_on_many_ranks():
     """There the backward would wait for it, which nothing hides."""
-    assert ranks(2).run(sent_by_many, "plain") == [(9, 2, 2)] * 2
+    with mock.patch.object(keep, "KEEP_LAST_FROM", 2):
+        assert sent("plain", None) == (9, 2, 2)
 
 
 def train_beside_dropped(shards):
@@ -270,13 +257,10 @@ def train_beside_dropped(shards):
     return losses
 
 
-def beside_dropped():
-    return same_bits(train_beside_dropped("all"), train_beside_dropped(None))
-
-
-def test_what_is_kept_is_of_the_last_step(ranks):
+@on_ranks(2)
+def test_what_is_kept_is_of_the_last_step():
     """A block that is kept, and that a forward has skipped, would come with the values from before a step."""
-    assert ranks(2).run(beside_dropped) == [[True] * 3] * 2
+    assert same(train_beside_dropped("all"), train_beside_dropped(None))
 
 
 def agreed(overflows, dtype):
@@ -303,14 +287,16 @@ def agreed(overflows, dtype):
     return numbers
 
 
-def test_fit_keeps_as_many_on_every_rank(ranks):
+@on_ranks(2)
+def test_fit_keeps_as_many_on_every_rank():
     """Ranks that keep what fits on each of them would gather different blocks."""
-    assert ranks(2).run(agreed, [False, False, False], "fp32") == [[0, 1, 1]] * 2
+    assert agreed([False, False, False], "fp32") == [0, 1, 1]
 
 
-def test_fit_waits_for_steps_that_are_taken(ranks):
+@on_ranks(2)
+def test_fit_waits_for_steps_that_are_taken():
     """Where the first steps overflow, the memory would count as free that the optimizer's states need later."""
-    assert ranks(2).run(agreed, [True, False, True, False], "fp16") == [[0, 0, 0, 1]] * 2
+    assert agreed([True, False, True, False], "fp16") == [0, 0, 0, 1]
 
 
 class Large(Adapted):
@@ -325,8 +311,12 @@ class Large(Adapted):
         return F.cross_entropy(self.head(self.norm(self.body(ids))).flatten(0, 1), ids.flatten())
 
 
-def memory(kept, checkpoints):
-    """Returns the bytes of units by moment: the end of each block's forward, the beginning of its backward."""
+@pytest.mark.options("compile.shard_parameters", "compile.keep_gathered")
+@vary("kept", [0], slow=[2])
+@vary("checkpoints", [False], slow=[True])
+@on_ranks(2)
+def test_when_memory_is_given_back(kept, checkpoints):
+    """An embedding that is not freed after the lookup, or a head after its backward, would be most of the peak."""
     torch._dynamo.reset()
     module = Large().to(device()).requires_grad_(True)
     if checkpoints:
@@ -336,7 +326,7 @@ def memory(kept, checkpoints):
     sharded, held = feature.sharded_blocks(engine), {}
 
     def note(moment):
-        held[moment] = sum(each.memory.buffer.untyped_storage().nbytes() for each in sharded.units)
+        held[moment] = sum(unit.memory.buffer.untyped_storage().nbytes() for unit in sharded.units)
 
     note("at rest")
     for index, block in enumerate(module.body.blocks):
@@ -356,27 +346,18 @@ def memory(kept, checkpoints):
     with torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     note("evaluated")
-    names = {each.memory.name: each.memory.nbytes for each in sharded.units}
+    sizes, outside = {unit.memory.name: unit.memory.nbytes for unit in sharded.units}, sharded.outside.memory.nbytes
     engine.destroy()
-    return names, sharded.outside.memory.nbytes, held
-
-
-@pytest.mark.options("compile.shard_parameters", "compile.keep_gathered")
-@vary("kept", [0, pytest.param(2, marks=SLOW)])
-@vary("checkpoints", [False, pytest.param(True, marks=SLOW)])
-def test_when_memory_is_given_back(ranks, kept, checkpoints):
-    """An embedding that is not freed after the lookup, or a head after its backward, would be most of the peak."""
-    for sizes, outside, held in ranks(2).run(memory, kept, checkpoints):
-        head, embedding = sizes.pop("head.weight"), sizes.pop("body.embedding.weight")
-        block = max(sizes.values())
-        assert outside < block < 500 * WIDTH * 4 <= head + embedding + 128
-        assert held["at rest"] == held["backward"] == held["step"] == held["evaluated"] == 0
-        # A block makes room when the next one but one is begun, and kept ones are begun beside it.
-        assert all(held[f"forward {index}"] <= max(2, 1 + kept) * block for index in range(3))
-        assert held["forward 3"] <= head + (1 + kept) * block
-        assert head <= held["loss"] <= head + kept * block
-        assert held["backward 3"] <= head + max(kept, 1) * block
-        assert all(held[f"backward {index}"] <= 2 * block for index in range(3))
+    head, embedding = sizes.pop("head.weight"), sizes.pop("body.embedding.weight")
+    block = max(sizes.values())
+    assert outside < block < 500 * WIDTH * 4 <= head + embedding + 128
+    assert held["at rest"] == held["backward"] == held["step"] == held["evaluated"] == 0
+    # A block makes room when the next one but one is begun, and kept ones are begun beside it.
+    assert all(held[f"forward {index}"] <= max(2, 1 + kept) * block for index in range(3))
+    assert held["forward 3"] <= head + (1 + kept) * block
+    assert head <= held["loss"] <= head + kept * block
+    assert held["backward 3"] <= head + max(kept, 1) * block
+    assert all(held[f"backward {index}"] <= 2 * block for index in range(3))
 
 
 class StacksOfOne(Large):
@@ -395,27 +376,24 @@ class StacksOfOne(Large):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
 
 
-def beside_blocks():
-    """Returns how many units are whole, or on their way, when each block's unit begins in a forward."""
+@on_ranks(2)
+def test_a_module_that_calls_one_block():
+    """All large embeddings would stay beside the block, as for a block that somebody calls by itself."""
     torch._dynamo.reset()
     module = StacksOfOne().to(device()).requires_grad_(True)
     blocks = [AdaptedBlock.__name__]
     engine = make_engine(module, Case(config=section("all", regional_compilation=blocks)))
     sharded, counts = feature.sharded_blocks(engine), []
 
-    def see(each):
-        if each in sharded._unit_of.values():
+    def see(unit):
+        if unit in sharded._unit_of.values():
             counts.append(len(sharded.whole._is_kept))
 
     with gathers_seen(see), torch.no_grad():
         engine(batch(0, 0, 0, 4))
     engine.destroy()
-    return counts
-
-
-def test_a_module_that_calls_one_block(ranks):
-    """All large embeddings would stay beside the block, as for a block that somebody calls by itself."""
-    assert ranks(2).run(beside_blocks) == [[2, 2]] * 2
+    # How many units are whole, or on their way, when each block's unit begins.
+    assert counts == [2, 2]
 
 
 class Attends(Body):
@@ -438,35 +416,28 @@ class WithAttention(Adapted):
     of_body = Attends
 
 
-def gathered_with_attention():
-    """Returns the names of what is gathered in a forward, in this order."""
+@on_ranks(2)
+def test_a_layer_that_reads_two_large_parameters():
+    """With a place among blocks, it would have blocks take the place of the first one before it is read."""
     module = WithAttention().to(device()).requires_grad_(True)
     engine, names = make_engine(module, Case(config=section("all"))), []
-    with gathers_seen(lambda each: names.append(each.memory.name)), torch.no_grad():
+    with gathers_seen(lambda unit: names.append(unit.memory.name)), torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     engine.destroy()
-    return names
-
-
-def test_a_layer_that_reads_two_large_parameters(ranks):
-    """With a place among blocks, it would have blocks take the place of the first one before it is read."""
-    first, second = ranks(2).run(gathered_with_attention)
-    assert first == second and sum("attention" in name for name in first) == 2
+    assert gathered(names) == [names] * 2 and sum("attention" in name for name in names) == 2
     # The next block was on its way, and gave its place to them.
-    assert len(first) == len({*first}) + 1
+    assert len(names) == len({*names}) + 1
 
 
-def clone_tied():
+@on_ranks(2)
+def test_tied_parameters_are_cloned_under_each_name():
+    """A trainer that leaves out names which share memory would save a model without its head."""
     module = TiedHead().to(device()).requires_grad_(True)
     engine = make_engine(module, Case(config=section("all"), adam=True))
     engine.backward(engine(batch(0, 0, 0, 4)))
     engine.step()
     clones = clone_tensors_for_torch_save(module.state_dict())
     engine.destroy()
-    return {name: clone.untyped_storage()._cdata for name, clone in clones.items()}
-
-
-def test_tied_parameters_are_cloned_under_each_name(ranks):
-    """A trainer that leaves out names which share memory would save a model without its head."""
-    memory = ranks(2).run(clone_tied)[0]
-    assert "head.weight" in memory and len(set(memory.values())) == len(memory)
+    memory = {clone.untyped_storage()._cdata for clone in clones.values()}
+    # The first rank saves.
+    assert dist.get_rank() > 0 or "head.weight" in clones and len(memory) == len(clones)

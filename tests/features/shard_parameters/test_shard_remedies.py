@@ -20,6 +20,7 @@ from support.beside import warnings_logged
 from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import end, engine_of, section
 from support.training import Case, batch, device, make_engine
@@ -39,13 +40,13 @@ def trains(engine, module):
     The model is used without an engine afterwards.
     """
     with unsharded_parameters(engine):
-        before = [each.detach().clone() for each in module.parameters()]
+        before = [parameter.detach().clone() for parameter in module.parameters()]
     after = trained_on(engine, module)[1:]
-    at_rest = any(isinstance(each, Resharded) for each in module.parameters())
+    at_rest = any(isinstance(parameter, Resharded) for parameter in module.parameters())
     end(engine)
     moved = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
     alone = module(batch(2, 2, 2, 4))
-    return at_rest and moved and all(each.isfinite().all() for each in (*after, alone))
+    return at_rest and moved and all(tensor.isfinite().all() for tensor in (*after, alone))
 
 
 def another_dtype(folder):
@@ -133,7 +134,7 @@ def saved_elsewhere(folder):
     dist.barrier()
     saved = torch.load(file, map_location=device())
     with unsharded_parameters(engine):
-        same = all(torch.equal(saved[name], each) for name, each in module.named_parameters())
+        same = all(torch.equal(saved[name], parameter) for name, parameter in module.named_parameters())
         engine.destroy()
     return said, same
 
@@ -193,7 +194,7 @@ def saved_in_objects(folder):
     """A checkpoint's client state has a parameter in a set, in an object, and of another engine, and then whole."""
     module, engine = make("all")
     others, other = make("all")
-    weight, others_weight = (each.body.blocks[1].up.weight for each in (module, others))
+    weight, others_weight = (model.body.blocks[1].up.weight for model in (module, others))
     states = {
         "set": (weight, engine, lambda tensor: {tensor}),
         "object": (weight, engine, Holder),
@@ -224,18 +225,21 @@ def saved_in_objects(folder):
 
 def another_engine_too_early(folder):
     """Another engine is to train the parameters of an engine that is alive, and then of one that was destroyed."""
-    module, engine = make("all")
-    said = [outcome(another_engine, module, "all")]
-    trained_on(engine, module)
-    engine.destroy()
-    return said, trains(another_engine(module, "all"), module)
+    said, works = [], []
+    for shards in ("all", "frozen"):
+        module, engine = make(shards)
+        said.append(outcome(another_engine, module, shards))
+        trained_on(engine, module)
+        engine.destroy()
+        works.append(trains(another_engine(module, shards), module))
+    return said, all(works)
 
 
 def offloaded_whole(folder):
     """All states are to be moved to the host, and then those that the error leaves."""
     module, engine = make("all")
     said = [outcome(engine.offload_states)]
-    others = [each for each in OffloadStateTypeEnum if each is not OffloadStateTypeEnum.lp_params]
+    others = [state for state in OffloadStateTypeEnum if state is not OffloadStateTypeEnum.lp_params]
     engine.offload_states(include=others, pin_memory=False)
     engine.reload_states()
     return said, trains(engine, module)
@@ -262,11 +266,11 @@ def taken_as_torch_does(folder):
     trained_on(engine, module)
     on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
     taken = [(module, None), (engine, on_first), (module.body, on_first)]
-    said = [outcome(get_model_state_dict, each, options=options) for each, options in taken]
+    said = [outcome(get_model_state_dict, model, options=options) for model, options in taken]
     with unsharded_parameters(engine):
         values = get_model_state_dict(module, options=on_first)
-        expected = {name: each.detach().clone() for name, each in module.named_parameters()}
-    is_right = all(torch.equal(expected[name], each) for name, each in values.items())
+        expected = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    is_right = all(torch.equal(expected[name], value) for name, value in values.items())
     return said, is_right and len(values) == (0 if dist.get_rank() else len(expected)) and trains(engine, module)
 
 
@@ -305,14 +309,14 @@ REMEDIES = {
     "cannot move it to the host; name other states in include=[...]",
     "and compile.shard_parameters='all' a part of them; leave one of them out",
 )
-@vary("remedy", [function.__name__ for function in REMEDIES])
-def test_what_messages_advise(ranks, tmp_path, remedy):
+@vary("remedy", REMEDIES)
+@on_ranks(2, timeout=300)
+def test_what_messages_advise(tmp_path, remedy):
     """Who does as a message says would meet the next error, or train a model without its values."""
-    (sentence,) = (sentence for function, sentence in REMEDIES.items() if function.__name__ == remedy)
-    for rank, (said, works) in enumerate(ranks(2).run(globals()[remedy], str(tmp_path), timeout=300)):
-        assert works
-        assert all(sentence in each for each in said)
-        assert said or (remedy == "saved_elsewhere" and rank == 0)
+    said, works = remedy(str(tmp_path))
+    assert works
+    assert all(REMEDIES[remedy] in text for text in said)
+    assert said or (remedy is saved_elsewhere and dist.get_rank() == 0)
 
 
 def gathers_that_cannot_begin():
@@ -331,16 +335,13 @@ def test_a_gather_that_cannot_begin():
         assert begun == 0
 
 
-def warned_at_the_end(folder):
+@on_ranks(2)
+def test_the_end_of_a_program_warns_of_nothing(tmp_path):
+    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
     _, engine = make("all")
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(str(tmp_path))
     with warnings_logged() as texts:
         engine.destroy()
-    return texts
-
-
-def test_the_end_of_a_program_warns_of_nothing(ranks, tmp_path):
-    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
-    assert ranks(2).run(warned_at_the_end, str(tmp_path)) == [[], []]
+    assert texts == []

@@ -14,10 +14,10 @@ from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from support.beside import Beside
 from support.ids import vary
 from support.models import VOCABULARY, Block
+from support.on_ranks import on_ranks
 from support.training import BOUND, Case, batch
 
 WIDTH, DEPTH = 12, 2
-SLOW = pytest.mark.slow
 
 
 class Encoder(nn.Module):
@@ -68,11 +68,15 @@ class Controlled(nn.Module):
 
     def forward(self, ids):
         outputs = self.control(self.embedding(ids))
-        return self.unet(ids, [each(x) for each, x in zip(self.projections, outputs, strict=True)])
+        return self.unet(ids, [projection(x) for projection, x in zip(self.projections, outputs, strict=True)])
 
 
-def train(model, shards, kept):
-    """Returns how far parameters are from those of a plain loop after two steps, and how many units are at rest."""
+@pytest.mark.options("compile.shard_parameters")
+@vary("kept", [None], slow=[2])
+@vary("model, shards", [(Controlled, "all"), (Controlled, "frozen")], slow=[(UNet, "all")])
+@on_ranks(2)
+def test_blocks_that_read_what_blocks_elsewhere_return(model, shards, kept):
+    """A backward would not come to frozen blocks that a gradient crosses on its way to trained ones."""
     torch.manual_seed(0)
     options = {"regional_compilation": True, "shard_parameters": shards, "keep_gathered": kept}
     pair = Beside(model(), Case(stage=2, config={"compile": options}))
@@ -80,13 +84,5 @@ def train(model, shards, kept):
         pair.step(batch(step, 0, dist.get_rank(), 4))
     at_rest = sum(not unit.is_gathered for unit in sharded_blocks(pair.engine).units)
     with unsharded_parameters(pair.engine):
-        return pair.last_error(), at_rest
-
-
-@pytest.mark.options("compile.shard_parameters")
-@vary("kept", [None, pytest.param(2, marks=SLOW)])
-@vary("model, shards", [(Controlled, "all"), (Controlled, "frozen"), pytest.param(UNet, "all", marks=SLOW)])
-def test_blocks_that_read_what_blocks_elsewhere_return(ranks, model, shards, kept):
-    """A backward would not come to frozen blocks that a gradient crosses on its way to trained ones."""
-    for error, at_rest in ranks(2).run(train, model, shards, kept):
-        assert error < BOUND and at_rest >= 2 * DEPTH
+        error = pair.last_error()
+    assert error < BOUND and at_rest >= 2 * DEPTH

@@ -4,7 +4,6 @@
 
 import contextlib
 import dataclasses
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.ids import vary
 from support.lifetime import backward, start, take_elsewhere, targets_at_calls
+from support.on_ranks import on_ranks
 from support.training import (
     OVERLAPPED,
     ROUNDING,
@@ -32,56 +32,6 @@ from support.training import (
     step_in_one_pass,
     updates_compiled_from,
 )
-
-
-class BothWays(NamedTuple):
-    """An engine whose Adam steps in one pass, beside one that steps range by range."""
-
-    ranges: int  # that were stepped in one pass
-    error: float  # of the master weights, relative to their norm
-    moved: float  # how far training moved them, relative to their norm
-    states: float  # the error of exp_avg
-
-
-def train_both_ways(case, folder, traced, between=None):
-    """Trains for five steps in one pass, and again in ranges.
-
-    Args:
-        case: what to train.
-        folder: for checkpoints.
-        traced: whether the pass runs as it was traced.
-        between: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
-    """
-    run, ranges, seen = AdamStep.run, [], []
-    AdamStep.run = lambda self, *args: ranges.append(1) or run(self, *args)
-    try:
-        for least in (2 * ALIGN_NUMEL, 2**30):
-            with updates_compiled_from(least, 32), ranges_of(48), as_traced(traced):
-                module, engine = start(case)
-                step_in_one_pass(engine)
-                # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
-                trained = [
-                    parameter for parameter in module.parameters() if parameter.requires_grad and parameter.numel()
-                ]
-                begin = [parameter.float().clone() for parameter in trained]
-                for step in range(5 * case.accumulation):
-                    if between == "load" and step == 3:
-                        engine.save_checkpoint(folder, tag=str(least))
-                        engine.load_checkpoint(folder, tag=str(least))
-                    elif between == "offload" and step == 3:
-                        engine.offload_states()
-                        take_elsewhere(engine)
-                        engine.reload_states()
-                    backward(engine, step)
-                    engine.step()
-                seen.append([safe_get_full_fp32_param(parameter).clone() for parameter in trained])
-                seen.append([safe_get_full_optimizer_state(parameter, "exp_avg").clone() for parameter in trained])
-                engine.destroy()
-    finally:
-        AdamStep.run = run
-    return BothWays(
-        len(ranges), relative_error(seen[0], seen[2]), relative_error(seen[2], begin), relative_error(seen[1], seen[3])
-    )
 
 
 @vary(
@@ -103,41 +53,66 @@ def train_both_ways(case, folder, traced, between=None):
 )
 # A C++ compiler takes long, so on a CPU most run as they are traced.
 @vary("world, traced", [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
-def test_an_engine_steps_in_one_pass(ranks, tmp_path, world, traced, varied):
+@on_ranks("world")
+def test_an_engine_steps_in_one_pass(tmp_path, world, traced, varied):
     """A step that kept states, for example those before a load, would step these still."""
     between = varied.get("between")
     case = Case(
         adam=True, **{"model": "RepeatedLayers", **{name: varied[name] for name in varied if name != "between"}}
     )
     traced = traced and device().type == "cpu"
-    for both in ranks(world).run(train_both_ways, case, tmp_path, traced, between):
-        # The kernel steps all ranges at once, but for what a gather sends first. Most steps in fp16 overflow.
-        assert both.ranges > (10 if device().type == "cpu" else 0)
-        # A rounding of a master weight, of which each step has one, may round a parameter otherwise.
-        assert both.error < ROUNDING[case.dtype] * both.moved + 5 * 2**-24 and both.moved > 1e-3, both
-        assert both.states < 4 * ROUNDING[case.dtype], both
+    run, ranges, weights, states = AdamStep.run, [], [], []
+    with mock.patch.object(AdamStep, "run", lambda self, *args: ranges.append(1) or run(self, *args)):
+        # In one pass, and in ranges.
+        for least in (2 * ALIGN_NUMEL, 2**30):
+            with updates_compiled_from(least, 32), ranges_of(48), as_traced(traced):
+                module, engine = start(case)
+                step_in_one_pass(engine)
+                # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
+                trained = [
+                    parameter for parameter in module.parameters() if parameter.requires_grad and parameter.numel()
+                ]
+                begin = [parameter.float().clone() for parameter in trained]
+                for step in range(5 * case.accumulation):
+                    if between == "load" and step == 3:
+                        engine.save_checkpoint(tmp_path, tag=str(least))
+                        engine.load_checkpoint(tmp_path, tag=str(least))
+                    elif between == "offload" and step == 3:
+                        engine.offload_states()
+                        take_elsewhere(engine)
+                        engine.reload_states()
+                    backward(engine, step)
+                    engine.step()
+                weights.append([safe_get_full_fp32_param(parameter).clone() for parameter in trained])
+                states.append([safe_get_full_optimizer_state(parameter, "exp_avg").clone() for parameter in trained])
+                engine.destroy()
+    # The kernel steps all ranges at once, but for what a gather sends first. Most steps in fp16 overflow.
+    assert len(ranges) > (10 if device().type == "cpu" else 0)
+    moved = relative_error(weights[1], begin)
+    # A rounding of a master weight, of which each step has one, may round a parameter otherwise.
+    assert relative_error(*weights) < ROUNDING[case.dtype] * moved + 5 * 2**-24 and moved > 1e-3
+    assert relative_error(*states) < 4 * ROUNDING[case.dtype]
 
 
-def gradients_in_one_pass(case):
-    """Returns how many targets exist each time that a range is stepped, while it reads its gradient."""
-    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_traced(device().type == "cpu"):
-        _, engine = start(case)
-        step_in_one_pass(engine)
-        return targets_at_calls(adam, "Elements", engine, steps=3)
-
-
-def test_a_gradient_is_released_after_its_last_range(ranks):
+@on_ranks(1)
+def test_a_gradient_is_released_after_its_last_range():
     """A pass that kept its gradients would hold those of the whole model."""
     if device().type != "cpu":
         pytest.skip("on a GPU one kernel reads all gradients, and makes nothing beside them")
     case = Case(adam=True, dtype="bf16", model="RepeatedLayers")
-    for counts in ranks(1).run(gradients_in_one_pass, case):
-        assert counts == sorted(counts, reverse=True)
-        assert counts[0] > 5 and counts[-1] <= 2
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_traced(True):
+        _, engine = start(case)
+        step_in_one_pass(engine)
+        # While a range is stepped, which reads its gradient.
+        counts = targets_at_calls(adam, "Elements", engine, steps=3)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 5 and counts[-1] <= 2
 
 
-def kinds_of_rules():
-    """Returns the types of an engine's rules, by what the engine is compiled with."""
+@pytest.mark.options("compile_kwargs.disable", "TORCH_COMPILE_DISABLE=1")
+@on_ranks(1)
+def test_one_pass_with_inductor():
+    """Who asked torch not to compile would wait for a compiler all the same."""
 
     def rules(backend, **compile_kwargs):
         engine = start(Case("FillsPartition", backend=backend, compile_kwargs=compile_kwargs)).engine
@@ -145,29 +120,11 @@ def kinds_of_rules():
         engine.destroy()
         return found
 
-    found = {
-        "inductor": rules("inductor"),
-        "eager": rules("eager"),
-        "disabled for the engine": rules("inductor", disable=True),
-    }
+    assert rules("inductor") == [OnePassAdam, OwnRanges]
+    assert rules("eager") == rules("inductor", disable=True) == [OwnRanges]
     # What the variable TORCH_COMPILE_DISABLE does before torch is imported.
     with torch._dynamo.config.patch(disable=True):
-        found["disabled for all"] = rules("inductor")
-    return found
-
-
-@pytest.mark.options("compile_kwargs.disable", "TORCH_COMPILE_DISABLE=1")
-def test_one_pass_with_inductor(ranks):
-    """Who asked torch not to compile would wait for a compiler all the same."""
-    own = [OwnRanges]
-    assert ranks(1).run(kinds_of_rules) == [
-        {
-            "inductor": [OnePassAdam, OwnRanges],
-            "eager": own,
-            "disabled for the engine": own,
-            "disabled for all": own,
-        }
-    ]
+        assert rules("inductor") == [OwnRanges]
 
 
 def order_of_a_step(case, fails_on=None):

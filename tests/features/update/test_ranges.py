@@ -6,15 +6,13 @@ import collections
 import copy
 import dataclasses
 import functools
-import tempfile
 import weakref
 from types import MethodType
-from typing import List, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
@@ -29,6 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.ids import vary
 from support.lifetime import backward, start, targets_at_calls
+from support.on_ranks import on_ranks
 from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam, partition_of
 from support.training import (
     OVERLAPPED,
@@ -339,17 +338,13 @@ class Halving:
         return mock.patch.object(cls, "step", self.around(cls.step) if is_replaced else cls.step)
 
 
-class Halved(NamedTuple):
-    """What a user's step() was given, and what came of it, in ranges and in DeepSpeed's own step."""
-
-    seen: List[List[int]]
-    seen_without: List[List[int]]
-    partitions: List[int]  # elements of each parameter group's partition, in ranges
-    error: float
-    moved: float
-
-
-def step_with_halves(case, place, one_pass):
+@vary("place", ["method", "wrapper", "class"])
+@vary("one_pass", [False, True])
+@vary("groups", [1, 2])
+@on_ranks(2)
+def test_a_users_step_is_called_as_without_ranges(place, one_pass, groups):
+    """Ranges would call it several times for a parameter group, each time with a part of the gradient."""
+    case = Case(adam=one_pass, dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
     ends, seen = [], []
     least = 2 * ALIGN_NUMEL if one_pass else 2**30
     for deepcompile in (True, False):
@@ -367,76 +362,57 @@ def step_with_halves(case, place, one_pass):
             ends.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             seen.append(halving.seen)
             engine.destroy()
-    return Halved(*seen, partitions, relative_error(*ends), relative_error(ends[1], begin))
+    in_ranges, without = seen
+    # DeepSpeed's own partitions have another number of elements.
+    assert [*map(len, in_ranges)] == [*map(len, without)]
+    # The optimizer steps one parameter group after the other, each whole.
+    assert in_ranges == [[numel] for numel in partitions] * (len(in_ranges) // groups)
+    assert len(in_ranges) == groups * (2 if place == "class" else 5)
+    moved = relative_error(ends[1], begin)
+    assert relative_error(*ends) < ROUNDING["bf16"] * moved and moved > 1e-3
 
 
-@vary("place", ["method", "wrapper", "class"])
-@vary("one_pass", [False, True])
-@vary("groups", [1, 2])
-def test_a_users_step_is_called_as_without_ranges(ranks, place, one_pass, groups):
-    """Ranges would call it several times for a parameter group, each time with a part of the gradient."""
-    case = Case(adam=one_pass, dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
-    for halved in ranks(2).run(step_with_halves, case, place, one_pass):
-        # DeepSpeed's own partitions have another number of elements.
-        assert [*map(len, halved.seen)] == [*map(len, halved.seen_without)]
-        # The optimizer steps one parameter group after the other, each whole.
-        assert halved.seen == [[numel] for numel in halved.partitions] * (len(halved.seen) // groups)
-        assert len(halved.seen) == groups * (2 if place == "class" else 5)
-        assert halved.error < ROUNDING["bf16"] * halved.moved and halved.moved > 1e-3, halved
-
-
-class Stepped(NamedTuple):
-    """How an engine was stepped whose ranges are small."""
-
-    pieces: List[int]  # of the fp32 gradient, in each step
-    error: float  # beside an engine that steps whole
-
-
-def steps_in_ranges(case):
-    """Trains for three steps in ranges of 50 elements, and again in ranges of the default size."""
-    trained, calls = [], []
-    take = PartitionGradient.scaled
+@on_ranks(2)
+def test_an_engine_steps_in_ranges():
+    """An engine that scales all gradients into fp32 at once takes the memory that ranges save."""
+    trained, calls, take = [], [], PartitionGradient.scaled
 
     def taken(self, first, last):
         calls.append((numel, step))
         return take(self, first, last)
 
-    PartitionGradient.scaled = taken
-    for numel in (50, own_ranges.RANGE_NUMEL):
-        with ranges_of(numel):
-            module, engine = start(case)
-            for step in range(3):
-                backward(engine, step)
-                engine.step()
-            trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
-            engine.destroy()
-    PartitionGradient.scaled = take
-    return Stepped([calls.count((50, step)) for step in range(3)], relative_error(*trained))
+    with mock.patch.object(PartitionGradient, "scaled", taken):
+        for numel in (50, own_ranges.RANGE_NUMEL):
+            with ranges_of(numel):
+                module, engine = start(Case(dtype="bf16", clipping=0.1))
+                for step in range(3):
+                    backward(engine, step)
+                    engine.step()
+                trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
+                engine.destroy()
+    # Pieces of the fp32 gradient, in each step in ranges.
+    pieces = [calls.count((50, step)) for step in range(3)]
+    assert pieces[0] > 5 and pieces == 3 * pieces[:1]
+    assert relative_error(*trained) == 0
 
 
-def test_an_engine_steps_in_ranges(ranks):
-    """An engine that scales all gradients into fp32 at once takes the memory that ranges save."""
-    for stepped in ranks(2).run(steps_in_ranges, Case(dtype="bf16", clipping=0.1)):
-        assert stepped.pieces[0] > 5 and stepped.pieces == 3 * stepped.pieces[:1]
-        assert stepped.error == 0
-
-
-def gradients_within_a_step(case):
-    """Returns how many targets exist each time that a range of the fp32 gradient is made."""
-    with ranges_of(50):
-        return targets_at_calls(PartitionGradient, "scaled", start(case).engine, steps=2)
-
-
-def test_a_gradient_is_released_after_its_last_range(ranks):
+@on_ranks(2)
+def test_a_gradient_is_released_after_its_last_range():
     """A list of gradients that a step keeps to its end would hold those of the whole model."""
     # No parameter is so small that the first rank has all of it.
-    for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="AlignedBlocksWithin")):
-        assert counts == sorted(counts, reverse=True)
-        assert counts[0] > 5 and counts[-1] <= 2
+    case = Case(dtype="bf16", model="AlignedBlocksWithin")
+    with ranges_of(50):
+        counts = targets_at_calls(PartitionGradient, "scaled", start(case).engine, steps=2)
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 5 and counts[-1] <= 2
 
 
-def copies_kept(case, one_pass):
-    """Returns how many copies of gradients have memory whenever parameters are sent, in three steps."""
+@vary("one_pass", [False, True])
+@vary("overlapped", [False, True])
+@on_ranks(2)
+def test_no_copy_of_a_gradient_outlives_the_step_of_its_group(one_pass, overlapped):
+    """A reference that the step's last call leaves would let those of all parameter groups exist at once."""
+    case = Case(adam=one_pass, dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
     made, kept = [], []
     # In one pass gradients are scaled as they are read, and small ones are gathered before.
     copying = "_gather" if one_pass else "scaled"
@@ -471,20 +447,13 @@ def copies_kept(case, one_pass):
         engine.destroy()
     # On a GPU one kernel reads all gradients where they lie.
     assert made or (one_pass and device().type != "cpu")
-    return kept
+    # Whenever parameters are sent.
+    assert kept == 3 * [0, 0]
 
 
-@vary("one_pass", [False, True])
-@vary("overlapped", [False, True])
-def test_no_copy_of_a_gradient_outlives_the_step_of_its_group(ranks, one_pass, overlapped):
-    """A reference that the step's last call leaves would let those of all parameter groups exist at once."""
-    case = Case(adam=one_pass, dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
-    for kept in ranks(2).run(copies_kept, case, one_pass):
-        assert kept == 3 * [0, 0]
-
-
-def copies_of_whole_partitions(case):
-    """Returns how many copies of gradients have memory whenever a partition is copied, in two whole steps."""
+@on_ranks(2)
+def test_a_whole_step_keeps_no_copy_for_the_next_partition():
+    """The fp32 gradients of two partitions would exist at once, where the optimizer steps partitions whole."""
     made, kept, function = [], [], PartitionGradient.scaled
 
     def noted(self, *args):
@@ -493,7 +462,7 @@ def copies_of_whole_partitions(case):
         made.append(weakref.ref(gradient))
         return gradient
 
-    _, engine = start(case)
+    _, engine = start(Case(dtype="bf16", model="BlocksWithin", groups=3))
     # A hook would be called for each range.
     engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
     with mock.patch.object(PartitionGradient, "scaled", noted):
@@ -501,13 +470,8 @@ def copies_of_whole_partitions(case):
             backward(engine, step)
             engine.step()
     engine.destroy()
-    return kept
-
-
-def test_a_whole_step_keeps_no_copy_for_the_next_partition(ranks):
-    """The fp32 gradients of two partitions would exist at once, where the optimizer steps partitions whole."""
-    for kept in ranks(2).run(copies_of_whole_partitions, Case(dtype="bf16", model="BlocksWithin", groups=3)):
-        assert kept == 6 * [0]
+    # Whenever a partition is copied.
+    assert kept == 6 * [0]
 
 
 class NotingStates(collections.defaultdict):
@@ -526,8 +490,9 @@ class NotingStates(collections.defaultdict):
         return sum(reference() is not None for reference in self.taken)
 
 
-def states_of_ranges_kept(case):
-    """Returns how many states of ranges exist whenever a range begins, or parameters are sent, in the first step."""
+@on_ranks(2)
+def test_no_state_of_a_range_outlives_the_step_of_the_range():
+    """In the first step, which makes states, those of all groups would exist at once beside the whole ones."""
     kept = []
 
     def noted(owner, method):
@@ -535,7 +500,7 @@ def states_of_ranges_kept(case):
         return mock.patch.object(owner, method, lambda *args: kept.append(states.held()) or function(*args))
 
     with ranges_of(16):
-        _, engine = start(case)
+        _, engine = start(Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED))
         gather = type(engine.optimizer._deepcompile.gather)
         states = engine.optimizer.optimizer.state = NotingStates()
         with noted(PartitionGradient, "scaled"), noted(gather, "start_first"), noted(gather, "start"):
@@ -543,15 +508,8 @@ def states_of_ranges_kept(case):
             engine.step()
         engine.destroy()
     assert len(states.taken) > 6
-    return kept
-
-
-def test_no_state_of_a_range_outlives_the_step_of_the_range(ranks):
-    """In the first step, which makes states, those of all groups would exist at once beside the whole ones."""
-    for kept in ranks(2).run(
-        states_of_ranges_kept, Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED)
-    ):
-        assert len(kept) > 8 and not any(kept), kept
+    # Whenever a range begins, or parameters are sent.
+    assert len(kept) > 8 and not any(kept), kept
 
 
 class Interrupted(torch.optim.SGD):
@@ -580,8 +538,9 @@ def test_an_interrupted_optimizer_has_its_groups():
     assert optimizer.param_groups is groups and [*optimizer.state] == [parameter]
 
 
-def groups_after_a_step_that_raises():
-    """Returns how many parameter groups an optimizer has before and after its replaced step() has raised."""
+@on_ranks(2)
+def test_an_optimizer_whose_step_raises_has_its_groups():
+    """DeepSpeed's method, which steps a whole partition, would leave one group, and a load would not fit."""
     _, engine = start(Case(dtype="bf16", model="BlocksWithin", groups=3))
     optimizer = engine.optimizer.optimizer
 
@@ -593,44 +552,28 @@ def groups_after_a_step_that_raises():
     with pytest.raises(ArithmeticError):
         engine.step()
     engine.destroy()
-    return before, len(optimizer.param_groups)
+    assert before == len(optimizer.param_groups) > 1
 
 
-def test_an_optimizer_whose_step_raises_has_its_groups(ranks):
-    """DeepSpeed's method, which steps a whole partition, would leave one group, and a load would not fit."""
-    for before, after in ranks(2).run(groups_after_a_step_that_raises):
-        assert before == after > 1
+@on_ranks(2)
+def test_a_loaded_state_is_stepped_in_ranges(tmp_path):
+    """A load replaces states and groups, of which ranges would still cut the old ones."""
 
+    def momentum(parameter):
+        return safe_get_full_optimizer_state(parameter, "momentum_buffer")
 
-def ranges_of_a_loaded_state(case):
-    """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
     seen = []
     with ranges_of(50):
         for loads in (False, True):
-            module, engine = start(case)
+            module, engine = start(Case(dtype="bf16"))
             if loads:
-                engine.load_checkpoint(folder[0], tag="two")
+                engine.load_checkpoint(tmp_path, tag="two")
             for step in range(2 if loads else 0, 4):
                 if step == 2 and not loads:
-                    engine.save_checkpoint(folder[0], tag="two")
+                    engine.save_checkpoint(tmp_path, tag="two")
                 backward(engine, step)
                 engine.step()
-            seen.append(
-                [
-                    read(parameter).clone()
-                    for parameter in module.parameters()
-                    for read in (
-                        safe_get_full_fp32_param,
-                        lambda parameter: safe_get_full_optimizer_state(parameter, "momentum_buffer"),
-                    )
-                ]
-            )
+            parameters, reads = [*module.parameters()], (safe_get_full_fp32_param, momentum)
+            seen.append([read(parameter).clone() for parameter in parameters for read in reads])
             engine.destroy()
-    return relative_error(*seen)
-
-
-def test_a_loaded_state_is_stepped_in_ranges(ranks):
-    """A load replaces states and groups, of which ranges would still cut the old ones."""
-    assert ranks(2).run(ranges_of_a_loaded_state, Case(dtype="bf16")) == [0, 0]
+    assert relative_error(*seen) == 0

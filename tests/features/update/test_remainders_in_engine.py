@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import gc
 import os
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -37,6 +36,7 @@ from support.faults import Injected
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.models import VOCABULARY, BlocksWithin
+from support.on_ranks import gathered, on_ranks
 from support.options import outcome
 from support.training import (
     BOUND,
@@ -48,9 +48,11 @@ from support.training import (
     device,
     make_engine,
     relative_error,
+    small_shards,
     total_error,
 )
 
+pytestmark = pytest.mark.options("compile.store_param_remainders")
 REMAINDERS = {"store_param_remainders": True}
 EIGHT_BITS = {"optimizer_states": "8bit"}
 
@@ -94,7 +96,8 @@ def compile_engine(engine, run):
 
     Torch steps small partitions, and makes the first step, with other roundings.
     """
-    engine.compile(backend=run.backend)
+    with small_shards(run.config):
+        engine.compile(backend=run.backend)
     if not {*REMAINDERS, *EIGHT_BITS} & run.config["compile"].keys():
         engine.optimizer._deepcompile.rules = [EveryStepAdam()]
 
@@ -139,45 +142,6 @@ def parameters_are_of_masters(engine):
 # Training -----------------------------------------------------------------------------------------------------------
 
 
-class BothWays(NamedTuple):
-    same: bool  # master weights and states, in every bit
-    moved: float
-    right: bool  # whether all ranks have the parameters of the master weights
-    held: bool  # whether anything holds the memory of fp32 master weights
-    bytes_of_remainders: int
-    elements: int  # of this rank's partitions
-
-
-def train_both_ways(run, between=None):
-    """Trains for four steps with remainders and with fp32 master weights. ``between`` is called before the third."""
-    seen = []
-    for variant in (run, without(run)):
-        engine = begin(variant, compiled=False)
-        memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.single_partition_of_fp32_groups]
-        compile_engine(engine, variant)
-        before = masters(engine)
-        for number in range(4):
-            if between is not None and number == 2:
-                between(engine)
-            step_on_given(engine, variant, number)
-        seen.append((masters(engine), moments(engine)))
-        if variant is run:
-            right = parameters_are_of_masters(engine)
-            gc.collect()
-            sizes = (
-                any(not storage.expired() for storage in memory),
-                sum(remainders.nbytes for remainders in engine.optimizer.masters_as_remainders.remainders),
-                sum(master.numel() for master in engine.optimizer.single_partition_of_fp32_groups),
-            )
-        engine.destroy()
-    return BothWays(
-        same(seen[0][0], seen[1][0]) and same(seen[0][1], seen[1][1]),
-        relative_error(seen[1][0], before),
-        right,
-        *sizes,
-    )
-
-
 def offload(engine):
     """Moves states to the host and back."""
     engine.offload_states()
@@ -215,7 +179,6 @@ def set_states(engine):
             safe_set_full_optimizer_state(parameter, torch.full(parameter.shape, value, device=device()), name)
 
 
-@pytest.mark.options("compile.store_param_remainders")
 @vary(
     "varied",
     [
@@ -230,14 +193,32 @@ def set_states(engine):
         {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
     ],
 )
-def test_master_weights_have_the_bits_of_those_in_fp32(ranks, varied):
+@on_ranks(2)
+def test_master_weights_have_the_bits_of_those_in_fp32(varied):
     """A master weight that loses a remainder, or gets another's, would differ in some bits."""
     varied = dict(varied)
     between = varied.pop("between", None)
-    for both in ranks(2).run(train_both_ways, run_of(accumulation=1, **varied), between):
-        assert both.same and both.right and both.moved > 1e-2, both
-        assert not both.held, "something holds fp32 master weights"
-        assert both.bytes_of_remainders == 2 * both.elements
+    run, seen = run_of(accumulation=1, **varied), []
+    for variant in (run, without(run)):
+        engine = begin(variant, compiled=False)
+        memory = [StorageWeakRef(flat.untyped_storage()) for flat in engine.optimizer.single_partition_of_fp32_groups]
+        compile_engine(engine, variant)
+        before = masters(engine)
+        for number in range(4):
+            if between is not None and number == 2:
+                between(engine)
+            step_on_given(engine, variant, number)
+        seen.append((masters(engine), moments(engine)))
+        if variant is run:
+            assert parameters_are_of_masters(engine)
+            gc.collect()
+            assert all(storage.expired() for storage in memory), "something holds fp32 master weights"
+            elements = sum(master.numel() for master in engine.optimizer.single_partition_of_fp32_groups)
+            assert sum(part.nbytes for part in engine.optimizer.masters_as_remainders.remainders) == 2 * elements
+        engine.destroy()
+    # Master weights and states, in every bit.
+    assert all(map(same, *seen))
+    assert relative_error(seen[1][0], before) > 1e-2
 
 
 SETTINGS = {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.1}
@@ -262,47 +243,27 @@ def make_of(run, adam):
     return make_engine(module, dataclasses.replace(run, config=config), **arguments)
 
 
-class OfAdam(NamedTuple):
-    kind: str  # the class of the optimizer
-    error: float  # of master weights, where the optimizer's own step() makes those without remainders
-    moved: float
-    right: bool  # whether parameters are those of the master weights
-
-
-def train_adam(run, name):
-    ends = []
+@vary("name", ADAMS)
+@on_ranks(2)
+def test_each_adam(name):
+    """The optimizer in C++ has its count of steps, and how weights decay, in other places than torch's."""
+    run, ends = run_of(accumulation=1, groups=1), []
     for variant in (run, without(run)):
         engine = make_of(variant, ADAMS[name])
+        assert type(engine.optimizer.optimizer).__name__ == name.split()[0]
         before = masters(engine)
         for number in range(3):
             step_on_given(engine, variant, number)
             # The count of steps is where each optimizer has it.
-            states = [None] * dist.get_world_size()
-            dist.all_gather_object(states, engine.optimizer.state_dict())
-            engine.optimizer.load_state_dict(states, True, True)
+            engine.optimizer.load_state_dict(gathered(engine.optimizer.state_dict()), True, True)
         ends.append(masters(engine))
-        if variant is run:
-            right, kind = parameters_are_of_masters(engine), type(engine.optimizer.optimizer).__name__
+        assert variant is not run or parameters_are_of_masters(engine)
         engine.destroy()
-    return OfAdam(kind, relative_error(*ends), relative_error(ends[1], before), right)
-
-
-@pytest.mark.options("compile.store_param_remainders")
-@vary("name", ADAMS)
-def test_each_adam(ranks, name):
-    """The optimizer in C++ has its count of steps, and how weights decay, in other places than torch's."""
-    for of_adam in ranks(2).run(train_adam, run_of(accumulation=1, groups=1), name):
-        assert of_adam.kind == name.split()[0]
-        assert of_adam.error < BOUND and of_adam.moved > 1e-2 and of_adam.right
+    # The optimizer's own step() makes the master weights without remainders.
+    assert relative_error(*ends) < BOUND and relative_error(ends[1], before) > 1e-2
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------
-
-
-class Passed(NamedTuple):
-    loaded: bool  # whether master weights and states are those that were saved, in every bit
-    end: bool  # and after two more steps, those of the engine that went on
-    right: bool  # whether parameters are those of the master weights right after loading
 
 
 def save(run, folder):
@@ -323,8 +284,11 @@ def save(run, folder):
     return seen
 
 
-def load(run, folder, tag, expected, before):
-    """``before``: None, "step" to train before the load, or "compile" to load before the engine is compiled."""
+def check_loaded(run, folder, tag, expected, before):
+    """Asserts that an engine that loads what ``save`` saved has that, and goes on as the engine that saved.
+
+    ``before``: None, "step" to train before the load, or "compile" to load before the engine is compiled.
+    """
     config = {**run.config, **({"checkpoint": {"load_universal": True}} if tag == "universal" else {})}
     engine = begin(dataclasses.replace(run, config=config), 1, compiled=before != "compile")
     if before == "step":
@@ -333,19 +297,17 @@ def load(run, folder, tag, expected, before):
     if before == "compile":
         compile_engine(engine, run)
     expected = [[value.to(device()) for value in values] for values in expected]
-    loaded = same(masters(engine), expected[0]) and (before is None or same(moments(engine), expected[1]))
-    right = parameters_are_of_masters(engine)
+    assert same(masters(engine), expected[0]) and (before is None or same(moments(engine), expected[1]))
+    assert parameters_are_of_masters(engine)
     for number in (3, 4):
         step_on_given(engine, run, number)
     # On other numbers of ranks, other elements lie at the ends of partitions. On a GPU these are stepped by operators,
     # which round otherwise than the kernel.
     close = torch.cuda.is_available() and tag == "universal"
-    end = relative_error(masters(engine), expected[2]) < 1e-6 if close else same(masters(engine), expected[2])
+    assert relative_error(masters(engine), expected[2]) < 1e-6 if close else same(masters(engine), expected[2])
     engine.destroy()
-    return Passed(loaded, end, right)
 
 
-@pytest.mark.options("compile.store_param_remainders")
 @pytest.mark.table
 @vary(
     "saves, loads, before, varied",
@@ -359,166 +321,138 @@ def load(run, folder, tag, expected, before):
         (True, True, "step", {"config": {"zero_optimization": {"elastic_checkpoint": True}}}),
     ],
 )
-def test_saved_and_loaded(ranks, tmp_path, saves, loads, before, varied):
+@on_ranks(2)
+def test_saved_and_loaded(tmp_path, saves, loads, before, varied):
     """A checkpoint has fp32 master weights, so it loads with the option on and off, and in DeepSpeed."""
     run = run_of(accumulation=1, **varied)
     saved_by, loaded_by = (run if has else without(run) for has in (saves, loads))
-    expected = ranks(2).run(save, saved_by, str(tmp_path))
-    for passed in ranks(2).run(load, loaded_by, str(tmp_path), "saved", cpu(expected[0]), before):
-        assert passed.end and passed.loaded and passed.right, passed
-
-
-def cpu(seen):
-    return [[value.cpu() for value in values] for values in seen]
+    expected = save(saved_by, str(tmp_path))
+    check_loaded(loaded_by, str(tmp_path), "saved", expected, before)
 
 
 @vary("world, before", [(1, "step"), pytest.param(3, None, marks=pytest.mark.slow)])
 def test_universal_checkpoints(ranks, tmp_path, world, before):
     """Fragments of parameters that a universal checkpoint is written into would be copies that nobody reads."""
     run = run_of(accumulation=1)
-    expected = ranks(2).run(save, run, str(tmp_path))
+    expected = ranks(2).run(save, run, str(tmp_path))[0]
     to_universal(f"{tmp_path}/saved", f"{tmp_path}/universal")
-    for passed in ranks(world).run(load, run, str(tmp_path), "universal", cpu(expected[0]), before):
-        assert passed.end and passed.loaded and passed.right, passed
+    expected = [[value.cpu() for value in values] for values in expected]
+    ranks(world).run(check_loaded, run, str(tmp_path), "universal", expected, before)
 
 
-def load_parameters(run, folder, expected):
-    """Loads a checkpoint of which the fp32 master weights are left out."""
-    engine = begin(run, seed=1)
-    step_on_given(engine, run, 0)
-    engine.load_checkpoint(folder, tag="saved")
-    expected = [[value.to(device()) for value in values] for values in expected]
-    rounded = [split(master)[0].float() for master in expected[0]]
-    right = {"differ": not same(rounded, expected[0])}
-    right["masters"] = same(masters(engine), rounded) and parameters_are_of_masters(engine)
-    right["states"] = same(moments(engine), expected[1])
-    for number in (3, 4):
-        step_on_given(engine, run, number)
-    right["goes on"] = 0 < relative_error(masters(engine), expected[2]) < 2 * ROUNDING["bf16"]
-    engine.destroy()
-    return right
-
-
-def test_loaded_without_the_fp32_master_weights(ranks, tmp_path):
+@on_ranks(2)
+def test_loaded_without_the_fp32_master_weights(tmp_path):
     """Who asks for the parameters of a checkpoint would go on with remainders of its master weights, or with NaN."""
     run = run_of(accumulation=1, config={"zero_optimization": {"load_from_fp32_weights": False}})
-    expected = ranks(2).run(save, run, str(tmp_path))
-    for right in ranks(2).run(load_parameters, run, str(tmp_path), cpu(expected[0])):
-        assert all(right.values()), right
+    expected = save(run, str(tmp_path))
+    rounded = [split(master)[0].float() for master in expected[0]]
+    assert not same(rounded, expected[0])
+    engine = begin(run, seed=1)
+    step_on_given(engine, run, 0)
+    engine.load_checkpoint(str(tmp_path), tag="saved")
+    assert same(masters(engine), rounded) and parameters_are_of_masters(engine)
+    assert same(moments(engine), expected[1])
+    for number in (3, 4):
+        step_on_given(engine, run, number)
+    assert 0 < relative_error(masters(engine), expected[2]) < 2 * ROUNDING["bf16"]
+    engine.destroy()
 
 
 # In the middle of two bf16 numbers, of which torch takes the one below.
 TIE = 1.00390625
 
 
-def tie(run, folder):
-    """Trains on master weights that are ties. Returns whether all ranks have the parameters of these."""
-    right = {}
+@on_ranks(2)
+def test_ties(tmp_path):
+    """Ranks would train on different parameters until the next step, where only the owner rounds a tie anew."""
+    run = run_of(accumulation=1)
     engine = begin(run, compiled=False)
     for parameter in trained(engine):
         safe_set_full_fp32_param(parameter, torch.full(parameter.shape, TIE, device=device()))
     engine.optimizer.update_lp_params()
-    right["torch rounds otherwise"] = not parameters_are_of_masters(engine)
-    engine.save_checkpoint(folder, tag="ties")
-    engine.compile(backend=run.backend)
-    right["compiled"] = parameters_are_of_masters(engine)
+    assert not parameters_are_of_masters(engine), "torch rounds a tie as remainders do"
+    engine.save_checkpoint(str(tmp_path), tag="ties")
+    compile_engine(engine, run)
+    assert parameters_are_of_masters(engine)
     engine.destroy()
     engine = begin(run, seed=1)
-    engine.load_checkpoint(folder, tag="ties")
+    engine.load_checkpoint(str(tmp_path), tag="ties")
     # All ranks call these together, also where one of them has other parameters.
     loaded = masters(engine)
-    right["loaded"] = parameters_are_of_masters(engine) and all((master == TIE).all() for master in loaded)
+    assert parameters_are_of_masters(engine) and all((master == TIE).all() for master in loaded)
     engine.destroy()
-    return right
 
 
-def test_ties(ranks, tmp_path):
-    """Ranks would train on different parameters until the next step, where only the owner rounds a tie anew."""
-    for right in ranks(2).run(tie, run_of(accumulation=1), str(tmp_path)):
-        assert all(right.values()), right
-
-
-def fail_to_load(run):
-    """Returns what a load of another model's checkpoint raises, and whether the engine trains on as before."""
+@on_ranks(2)
+def test_a_load_that_fails_leaves_the_master_weights():
+    """The remainders of half a checkpoint on the parameters before it would be neither one's master weights."""
+    run = run_of(accumulation=1)
     _, engine = start(run)
     step_on_given(engine, run, 0)
     before = masters(engine)
     broken = copy.deepcopy(engine.optimizer.state_dict())
     if dist.get_rank() == 0:
         broken["single_partition_of_fp32_groups"][1:] = [torch.zeros(3, 3, 3)]
-    states = [None] * dist.get_world_size()
-    dist.all_gather_object(states, broken)
+    states = gathered(broken)
     # Each rank looks at its own part.
-    said = outcome(engine.optimizer.load_state_dict, states, True, True)
-    kept = same(masters(engine), before)
+    said = gathered(outcome(engine.optimizer.load_state_dict, states, True, True))
+    assert "Error" in said[0]
+    assert said[1] == f"RuntimeError: rank 0 could not load a checkpoint, so no rank goes on. It says: {said[0]}"
+    assert same(masters(engine), before)
     step_on_given(engine, run, 1)
-    moved = not same(masters(engine), before)
+    assert not same(masters(engine), before)
     engine.destroy()
-    return said, kept, moved
-
-
-def test_a_load_that_fails_leaves_the_master_weights(ranks):
-    """The remainders of half a checkpoint on the parameters before it would be neither one's master weights."""
-    results = ranks(2).run(fail_to_load, run_of(accumulation=1))
-    said = "RuntimeError: rank 0 could not load a checkpoint, so no rank goes on. It says: {}"
-    assert results[1][0] == said.format(results[0][0])
-    for said, kept, moved in results:
-        assert "Error" in said and kept and moved, (said, kept, moved)
 
 
 # Reads and writes ---------------------------------------------------------------------------------------------------
 
 
-def write(run):
-    """Writes master weights and parameters in each way that there is."""
+@vary("overlapped", [False, True])
+@on_ranks(2)
+def test_master_weights_are_read_and_written(overlapped):
+    """A write that only the owner of a parameter sees would have ranks train on different parameters."""
+    run = run_of(accumulation=1, overlapped=overlapped)
     _, engine = start(run)
     step_on_given(engine, run, 0)
-    parameter, right = trained(engine)[1], {}
+    parameter = trained(engine)[1]
 
     value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(device())
     safe_set_full_fp32_param(parameter, value)
-    right["set"] = torch.equal(safe_get_full_fp32_param(parameter), value)
-    right["set on all ranks"] = parameters_are_of_masters(engine)
+    assert torch.equal(safe_get_full_fp32_param(parameter), value)
+    assert parameters_are_of_masters(engine)
     engine.optimizer.update_lp_params()
-    right["update_lp_params"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+    assert torch.equal(safe_get_full_fp32_param(parameter), value)
 
     with torch.no_grad():
         parameter.clamp_(-0.01, 0.01)
         parameter[0] = 0
     clamped = safe_get_full_fp32_param(parameter)
-    right["a clamp stays"] = bool((clamped.abs() < 0.0101).all()) and bool((clamped[0].abs() < 1e-30).all())
+    assert (clamped.abs() < 0.0101).all() and (clamped[0].abs() < 1e-30).all()
     step_on_given(engine, run, 1)
-    right["no NaN"] = all(master.isfinite().all() for master in masters(engine))
+    assert all(master.isfinite().all() for master in masters(engine))
     # The learning rate is 0.02, and values before the clamp were up to 3.
-    right["steps go on from the clamp"] = bool((parameter.detach().float() - clamped).abs().max() < 0.03)
+    assert (parameter.detach().float() - clamped).abs().max() < 0.03
 
     state = {name: torch.full_like(value, 0.3) for name, value in engine.module.state_dict().items()}
     engine.module.load_state_dict(state)
     engine.optimizer.refresh_fp32_params()
     third = torch.tensor(0.3, dtype=torch.bfloat16).float().item()
-    right["refresh_fp32_params"] = all((master == third).all() for master in masters(engine))
+    assert all((master == third).all() for master in masters(engine))
 
+    # A read that is not known sees NaN, and a write raises.
     placeholder = engine.optimizer.single_partition_of_fp32_groups[0]
-    right["an unknown read sees NaN"] = bool(placeholder.detach().isnan().all())
-    right["an unknown write raises"] = outcome(placeholder.data.copy_, placeholder.data.clone()).startswith(
-        "RuntimeError"
-    )
+    assert placeholder.detach().isnan().all()
+    assert outcome(placeholder.data.copy_, placeholder.data.clone()).startswith("RuntimeError")
     optimizer, expected = engine.optimizer, engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
     engine.destroy()
-    right["a state dict after the end"] = same(optimizer.state_dict()["single_partition_of_fp32_groups"], expected)
-    return right
+    assert same(optimizer.state_dict()["single_partition_of_fp32_groups"], expected)
 
 
-@pytest.mark.options("compile.store_param_remainders")
-@vary("overlapped", [False, True])
-def test_master_weights_are_read_and_written(ranks, overlapped):
-    """A write that only the owner of a parameter sees would have ranks train on different parameters."""
-    for right in ranks(2).run(write, run_of(accumulation=1, overlapped=overlapped)):
-        assert all(right.values()), right
-
-
-def halve(run):
-    """Halves all parameters in place. Returns how far master weights that are read next are off the parameters."""
+@vary("form", [{"sharded": True}, {"overlapped": True}])
+@on_ranks(2)
+def test_master_weights_are_read_after_a_change(form):
+    """A parameter is a part of its master weight, and shards that a rank keeps elsewhere are those from before."""
+    run = run_of(accumulation=1, model="OddSizes", **form)
     _, engine = start(run)
     step_on_given(engine, run, 0)
     with torch.no_grad():
@@ -526,21 +460,17 @@ def halve(run):
             parameter.mul_(0.5)
     read = masters(engine)
     with whole(engine, run):
-        error = relative_error(read, trained(engine))
+        # A parameter rounds to the nearest bf16 number.
+        assert relative_error(read, trained(engine)) < 2**-8
         engine.destroy()
-    return error
 
 
-@vary("form", [{"sharded": True}, {"overlapped": True}])
-def test_master_weights_are_read_after_a_change(ranks, form):
-    """A parameter is a part of its master weight, and shards that a rank keeps elsewhere are those from before."""
-    # A parameter rounds to the nearest bf16 number.
-    assert max(ranks(2).run(halve, run_of(accumulation=1, model="OddSizes", **form))) < 2**-8
-
-
-def set_beside_8_bits(run, steps_before):
-    """Sets a master weight and a state of an engine that has begun with some steps of its run without DeepCompile."""
-    engine, right = begin_plain(run), {}
+@vary("steps_before", [0, 1])
+@on_ranks(2)
+def test_a_master_weight_is_set_beside_states_in_8_bits(steps_before):
+    """Both parts set in place of the base. Who does so last depends on whether there are states at set-up."""
+    run = run_of(EIGHT_BITS, accumulation=1)
+    engine = begin_plain(run)
     train(engine, run, range(steps_before))
     ask(engine, run)
     compile_engine(engine, run)
@@ -548,20 +478,11 @@ def set_beside_8_bits(run, steps_before):
     parameter = trained(engine)[1]
     value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(device())
     said = outcome(safe_set_full_optimizer_state, parameter, value, "exp_avg")
-    right["a state is refused"] = "leave compile.optimizer_states out" in (said or "")
+    assert "leave compile.optimizer_states out" in said
     safe_set_full_fp32_param(parameter, value)
-    right["a master weight is set"] = torch.equal(safe_get_full_fp32_param(parameter), value)
-    right["on all ranks"] = parameters_are_of_masters(engine)
+    assert torch.equal(safe_get_full_fp32_param(parameter), value)
+    assert parameters_are_of_masters(engine)
     engine.destroy()
-    return right
-
-
-@vary("steps_before", [0, 1])
-def test_a_master_weight_is_set_beside_states_in_8_bits(ranks, steps_before):
-    """Both parts set in place of the base. Who does so last depends on whether there are states at set-up."""
-    run = run_of(EIGHT_BITS, accumulation=1)
-    for right in ranks(2).run(set_beside_8_bits, run, steps_before):
-        assert all(right.values()), right
 
 
 class Conversions(TorchDispatchMode):
@@ -578,8 +499,10 @@ class Conversions(TorchDispatchMode):
         return result
 
 
-def convert(run, at_once):
-    """Reads and writes master weights in each way. Returns the most elements that were converted at once, by way."""
+@on_ranks(1)
+def test_master_weights_are_converted_in_pieces():
+    """To read the master weights of a large embedding would take several times their memory in tensors of integers."""
+    at_once, run = 50, run_of(accumulation=1)
     with mock.patch.object(masters_module, "_CONVERTED", at_once):
         engine = begin(run, compiled=False)
         most = {}
@@ -596,55 +519,42 @@ def convert(run, at_once):
         parameter = max(trained(engine), key=torch.numel)
         optimizer, value = engine.optimizer, torch.randn(parameter.shape, device=device())
         note("set", safe_set_full_fp32_param, parameter, value)
-        right = {"set": torch.equal(note("get", safe_get_full_fp32_param, parameter), value)}
+        assert torch.equal(note("get", safe_get_full_fp32_param, parameter), value)
         state = note("save", optimizer.state_dict)
         safe_set_full_fp32_param(parameter, torch.zeros_like(value))
         note("load", optimizer.load_state_dict, [state], True, True)
-        right["load"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+        assert torch.equal(safe_get_full_fp32_param(parameter), value)
         engine.destroy()
-    return most, right, parameter.numel()
-
-
-def test_master_weights_are_converted_in_pieces(ranks):
-    """To read the master weights of a large embedding would take several times their memory in tensors of integers."""
-    at_once = 50
-    ((most, right, numel),) = ranks(1).run(convert, run_of(accumulation=1), at_once)
-    assert numel > 2 * at_once and numel % at_once
+    assert parameter.numel() > 2 * at_once and parameter.numel() % at_once
     assert set(most.values()) == {at_once}, most
-    assert all(right.values()), right
-
-
-def raise_in_set_up(run):
-    """Trains an engine whose engine.compile() raised when the optimizer was to be attached. Returns what is right."""
-    engine = begin(run, compiled=False)
-    plain = begin_plain(run)
-    with mock.patch.object(set_up, "attach", side_effect=Injected("no attach")):
-        right = {"said": outcome(engine.compile, backend=run.backend) == "Injected: no attach"}
-    for trainer in (engine, plain):
-        train(trainer, run, [0, 1])
-    expected = masters(plain)
-    right["trains"] = same(masters(engine), expected) and all(master.isfinite().all() for master in expected)
-    compile_engine(engine, run)
-    right["compiled again"] = same(masters(engine), expected) and parameters_are_of_masters(engine)
-    train(engine, run, [2])
-    right["trains compiled"] = not same(masters(engine), expected) and parameters_are_of_masters(engine)
-    engine.destroy()
-    plain.destroy()
-    return right
 
 
 @vary("overlapped", [False, True])
-def test_a_set_up_that_raises_leaves_the_master_weights(ranks, overlapped):
+@on_ranks(2)
+def test_a_set_up_that_raises_leaves_the_master_weights(overlapped):
     """An engine that goes on without DeepCompile would step NaN."""
-    for right in ranks(2).run(raise_in_set_up, run_of(accumulation=1, overlapped=overlapped)):
-        assert all(right.values()), right
+    run = run_of(accumulation=1, overlapped=overlapped)
+    engine = begin(run, compiled=False)
+    plain = begin_plain(run)
+    with mock.patch.object(set_up, "attach", side_effect=Injected("no attach")):
+        assert outcome(engine.compile, backend=run.backend) == "Injected: no attach"
+    for trainer in (engine, plain):
+        train(trainer, run, [0, 1])
+    expected = masters(plain)
+    assert same(masters(engine), expected) and all(master.isfinite().all() for master in expected)
+    compile_engine(engine, run)
+    assert same(masters(engine), expected) and parameters_are_of_masters(engine)
+    train(engine, run, [2])
+    assert not same(masters(engine), expected) and parameters_are_of_masters(engine)
+    engine.destroy()
+    plain.destroy()
 
 
-def fail_on_one_rank(run, rank):
-    """Returns what a rank says of a set-up that fails on one rank after the optimizer was changed, and afterwards.
-
-    Also whether a destroyed engine has all its master weights.
-    """
+@vary("rank", [0, 1])
+@on_ranks(2, timeout=300)
+def test_a_set_up_that_fails_late_on_one_rank(rank):
+    """The other rank would wait for parameters that never come, or one rank train on without its master weights."""
+    run, fails = run_of(accumulation=1), dist.get_rank() == rank
     engine = begin(run, compiled=False)
     groups, set_masters = len(engine.optimizer.single_partition_of_fp32_groups), masters_module.Masters.set
 
@@ -654,34 +564,28 @@ def fail_on_one_rank(run, rank):
         set_masters(masters, group, *others)
 
     broken = mock.patch.object(masters_module.Masters, "set", fail_in_the_last)
-    with broken if dist.get_rank() == rank else contextlib.nullcontext():
+    with broken if fails else contextlib.nullcontext():
         said = outcome(engine.compile, backend=run.backend)
+    others = f"rank {rank} could not convert optimizer states, so no rank goes on"
+    assert said == "Injected: no memory" if fails else others in said
     loss = engine(sequences(run, 0, 0))
-    later = [outcome(engine.backward, loss), outcome(engine.optimizer.state_dict)]
+    for later in (outcome(engine.backward, loss), outcome(engine.optimizer.state_dict)):
+        assert "engine.compile() failed half-way (" in later and "); create a new engine" in later
     again = outcome(engine.compile, backend=run.backend)
+    assert "failed half-way" in again and "create a new engine" in again
     engine.destroy()
-    masters = engine.optimizer.single_partition_of_fp32_groups if dist.get_rank() == rank else []
-    return said, later, again, all(master.isfinite().all() for master in masters)
-
-
-@vary("rank", [0, 1])
-def test_a_set_up_that_fails_late_on_one_rank(ranks, rank):
-    """The other rank would wait for parameters that never come, or one rank train on without its master weights."""
-    answers = ranks(2).run(fail_on_one_rank, run_of(accumulation=1), rank, timeout=300)
-    assert answers[rank][0] == "Injected: no memory"
-    assert f"rank {rank} could not convert optimizer states, so no rank goes on" in answers[1 - rank][0]
-    for _, later, again, finite in answers:
-        assert all("engine.compile() failed half-way (" in said and "); create a new engine" in said for said in later)
-        assert "failed half-way" in again and "create a new engine" in again
-        assert finite
+    # A destroyed engine has all its master weights.
+    assert not fails or all(master.isfinite().all() for master in engine.optimizer.single_partition_of_fp32_groups)
 
 
 class Interrupted(Exception):
     pass
 
 
-def raise_half_way(run):
-    """Returns what a step that raises in its second group says, what the next step says, and whether a load helps."""
+@on_ranks(1)
+def test_a_step_that_raised_half_way():
+    """A load that brings half of the master weights back would go on from two steps at once."""
+    run = run_of(accumulation=1)
     _, engine = start(run)
     step_on_given(engine, run, 0)
     state = copy.deepcopy(engine.optimizer.state_dict())
@@ -698,96 +602,76 @@ def raise_half_way(run):
         raise Interrupted
 
     with mock.patch.object(type(rule), "begin", begin_half):
-        said = [outcome(step_on_given, engine, run, 1)]
-    said.append(outcome(step_on_given, engine, run, 1))
-    engine.optimizer.load_state_dict([state] * dist.get_world_size(), True, True)
-    loaded = same(masters(engine), before)
+        assert outcome(step_on_given, engine, run, 1).startswith("Interrupted")
+    assert "step" in outcome(step_on_given, engine, run, 1)
+    engine.optimizer.load_state_dict([state], True, True)
+    assert same(masters(engine), before)
     step_on_given(engine, run, 1)
     engine.destroy()
-    return said, loaded
 
 
-def test_a_step_that_raised_half_way(ranks):
-    """A load that brings half of the master weights back would go on from two steps at once."""
-    for (first, second), loaded in ranks(1).run(raise_half_way, run_of(accumulation=1)):
-        assert first.startswith("Interrupted") and "step" in second and loaded, (first, second, loaded)
-
-
-def take_over(run):
-    """Trains a second engine on the parameters of a first one. Returns what is as it should be."""
+@vary("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@on_ranks("world")
+def test_a_second_engine_and_the_end(world):
+    """The parameters of a later engine would be joined with the remainders of an earlier one."""
+    run = run_of(accumulation=1, groups=1)
     module, first = start(run)
     step_on_given(first, run, 0)
     kept = masters(first)
     second = make_engine(module, dataclasses.replace(run, adam=True))
     taken = [parameter.detach().float() for parameter in trained(second)]
-    right = {
-        "the second begins with the parameters": same(masters(second), taken),
-        "the first is told": "later engine" in outcome(step_on_given, first, run, 1),
-    }
+    assert same(masters(second), taken)
+    assert "later engine" in outcome(step_on_given, first, run, 1)
     step_on_given(second, run, 1)
-    right["the second trains"] = not same(masters(second), taken) and not same(masters(second), kept)
-    right["parameters are of masters"] = parameters_are_of_masters(second)
+    assert not same(masters(second), taken) and not same(masters(second), kept)
+    assert parameters_are_of_masters(second)
     before = [parameter.detach().clone() for parameter in trained(second)]
     # It also drops the links of parameters that the second engine has made.
     first.destroy()
     train(second, run, [2])
-    right["the second goes on"] = not same(trained(second), before)
+    assert not same(trained(second), before)
     parameter = trained(second)[0]
     second.destroy()
-    right["a write after the end"] = outcome(safe_set_full_fp32_param, parameter, parameter.detach().float()) is None
-    return right
-
-
-@vary("world", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_second_engine_and_the_end(ranks, world):
-    """The parameters of a later engine would be joined with the remainders of an earlier one."""
-    for right in ranks(world).run(take_over, run_of(accumulation=1, groups=1)):
-        assert all(right.values()), right
-
-
-def save_in_other_places(run, folder):
-    """Saves and loads while states are on the host, parts of checkpoints, and the file that has all fp32 weights."""
-    _, engine = start(run)
-    step_on_given(engine, run, 0)
-    expected, parameter, right = masters(engine), trained(engine)[0], {}
-    engine.offload_states()
-    engine.save_checkpoint(folder, tag="offloaded")
-    right["no load"] = "call engine.reload_states() to load" in outcome(
-        engine.load_checkpoint, folder, tag="offloaded"
-    )
-    right["no write"] = "call engine.reload_states() to set" in outcome(
-        safe_set_full_fp32_param, parameter, torch.zeros_like(parameter)
-    )
-    engine.reload_states()
-    right["reloaded"] = same(masters(engine), expected)
-    for kind in OffloadStateTypeEnum:
-        engine.offload_states(include=[kind])
-        engine.reload_states()
-        right[f"reloaded {kind}"] = same(masters(engine), expected)
-    step_on_given(engine, run, 1)
-    engine.offload_states(include=[OffloadStateTypeEnum.hp_params])
-    engine.load_checkpoint(folder, tag="offloaded")
-    engine.reload_states()
-    right["loaded into remainders on the host"] = same(masters(engine), expected)
-    step_on_given(engine, run, 1)
-    engine.load_checkpoint(folder, tag="offloaded")
-    right["loaded"] = same(masters(engine), expected)
-    rounded = [split(master)[0].float() for master in expected]
-    step_on_given(engine, run, 1)
-    engine.load_checkpoint(folder, tag="offloaded", load_module_only=True)
-    right["module alone"] = same(masters(engine), rounded)
-    names = [engine.param_names[parameter] for parameter in trained(engine)]
-    weights = get_fp32_state_dict_from_zero_checkpoint(folder, tag="offloaded")
-    right["zero_to_fp32"] = same([weights[name].to(device()) for name in names], expected)
-    engine.destroy()
-    return right
+    assert outcome(safe_set_full_fp32_param, parameter, parameter.detach().float()) is None
 
 
 @pytest.mark.follows("call engine.reload_states() to {}")
-def test_saved_and_loaded_in_other_places(ranks, tmp_path):
+@on_ranks(2)
+def test_saved_and_loaded_in_other_places(tmp_path):
     """What is saved while parameters are on the host, and the parts of a checkpoint, go ways of their own."""
-    for right in ranks(2).run(save_in_other_places, run_of(accumulation=1), str(tmp_path)):
-        assert all(right.values()), right
+    run, folder = run_of(accumulation=1), str(tmp_path)
+    _, engine = start(run)
+    step_on_given(engine, run, 0)
+    expected, parameter = masters(engine), trained(engine)[0]
+    engine.offload_states()
+    engine.save_checkpoint(folder, tag="offloaded")
+    said = outcome(engine.load_checkpoint, folder, tag="offloaded")
+    assert "call engine.reload_states() to load" in said
+    said = outcome(safe_set_full_fp32_param, parameter, torch.zeros_like(parameter))
+    assert "call engine.reload_states() to set" in said
+    engine.reload_states()
+    assert same(masters(engine), expected)
+    for kind in OffloadStateTypeEnum:
+        engine.offload_states(include=[kind])
+        engine.reload_states()
+        assert same(masters(engine), expected), kind
+    step_on_given(engine, run, 1)
+    # Loaded into remainders on the host.
+    engine.offload_states(include=[OffloadStateTypeEnum.hp_params])
+    engine.load_checkpoint(folder, tag="offloaded")
+    engine.reload_states()
+    assert same(masters(engine), expected)
+    step_on_given(engine, run, 1)
+    engine.load_checkpoint(folder, tag="offloaded")
+    assert same(masters(engine), expected)
+    rounded = [split(master)[0].float() for master in expected]
+    step_on_given(engine, run, 1)
+    engine.load_checkpoint(folder, tag="offloaded", load_module_only=True)
+    assert same(masters(engine), rounded)
+    names = [engine.param_names[parameter] for parameter in trained(engine)]
+    weights = get_fp32_state_dict_from_zero_checkpoint(folder, tag="offloaded")
+    assert same([weights[name].to(device()) for name in names], expected)
+    engine.destroy()
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -804,8 +688,12 @@ class WithRows(BlocksWithin):
         return super().forward(ids) + self.rows(ids).square().mean()
 
 
-def scale_rows(run, kind):
-    """Returns what is said of a trained embedding with a max_norm, and how an engine trains as that advises."""
+@pytest.mark.follows("set its max_norm to None, or leave compile.{} out")
+@vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+@on_ranks(2)
+def test_embeddings_with_a_max_norm(kind):
+    """Rows that other ranks than their owner scale would stay as they were, so training would depend on the ranks."""
+    run = run_of(accumulation=1, adam=True)
 
     def make(variant):
         torch.manual_seed(0)
@@ -814,7 +702,11 @@ def scale_rows(run, kind):
         return module, dataclasses.replace(variant, config=config)
 
     module, with_key = make(run)
-    said, right = outcome(make_engine, module, with_key), {}
+    assert outcome(make_engine, module, with_key) == (
+        "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders needs parameters that all "
+        "ranks change alike, and the forward of rows scales the rows that a rank reads down to its max_norm; set "
+        "its max_norm to None, or leave compile.store_param_remainders out"
+    )
     for name, variant in {"without the key": without(run), "without max_norm": run, "frozen": run}.items():
         module, variant = make(variant)
         if name == "without max_norm":
@@ -824,25 +716,9 @@ def scale_rows(run, kind):
         engine = make_engine(module, variant)
         before = [parameter.detach().clone() for parameter in trained(engine)]
         train(engine, variant, range(2))
-        right[f"{name}: trains"] = not any(map(torch.equal, trained(engine), before))
-        if variant.config["compile"]:
-            right[f"{name}: parameters are of masters"] = parameters_are_of_masters(engine)
+        assert not any(map(torch.equal, trained(engine), before)), name
+        assert not variant.config["compile"] or parameters_are_of_masters(engine)
         engine.destroy()
-    return said, right
-
-
-@pytest.mark.options("compile.store_param_remainders")
-@pytest.mark.follows("set its max_norm to None, or leave compile.{} out")
-@vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
-def test_embeddings_with_a_max_norm(ranks, kind):
-    """Rows that other ranks than their owner scale would stay as they were, so training would depend on the ranks."""
-    for said, right in ranks(2).run(scale_rows, run_of(accumulation=1, adam=True), kind):
-        assert said == (
-            "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders needs parameters that all "
-            "ranks change alike, and the forward of rows scales the rows that a rank reads down to its max_norm; set "
-            "its max_norm to None, or leave compile.store_param_remainders out"
-        )
-        assert all(right.values()), right
 
 
 def train_by_configuration(options):
@@ -897,51 +773,21 @@ def test_a_gpu_without_triton(ranks, tmp_path):
     assert error < 1e-2 * moved
 
 
-def steps_counted_by_torch(run):
-    """Returns how many steps torch counts for a daemon that profiles, as it does where KINETO_USE_DAEMON is set."""
-    _, engine = start(run)
-    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
-    try:
+@on_ranks(1)
+def test_torch_counts_steps():
+    """A step would be refused beside torch's own hook of all optimizers, or the hook would not be called."""
+    run, counted = run_of(accumulation=1), []
+    for variant in (run, dataclasses.replace(run, deepcompile=False)):
+        _, engine = start(variant)
+        # As torch does for a daemon that profiles, where KINETO_USE_DAEMON is set.
+        handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
         before = KinetoStepTracker.current_step()
         for number in range(2):
-            step_on_given(engine, run, number)
-        return KinetoStepTracker.current_step() - before
-    finally:
+            step_on_given(engine, variant, number)
+        counted.append(KinetoStepTracker.current_step() - before)
         handle.remove()
         engine.destroy()
-
-
-def test_torch_counts_steps(ranks):
-    """A step would be refused beside torch's own hook of all optimizers, or the hook would not be called."""
-    run = run_of(accumulation=1)
-    counted = [
-        ranks(1).run(steps_counted_by_torch, variant) for variant in (run, dataclasses.replace(run, deepcompile=False))
-    ]
-    assert counted[0] == counted[1] and counted[0][0] > 0
-
-
-def says_in_a_step(run):
-    """Returns what is said of a hook at set-up, of an optimizer that can be differentiated, and of a later hook."""
-    engine = begin(run, compiled=False)
-    inner = engine.optimizer.optimizer
-    handle = inner.register_step_post_hook(lambda *_: None)
-    said = [outcome(engine.compile, backend="eager")]
-    handle.remove()
-    for differentiable in (True, False):
-        for group in inner.param_groups:
-            group["differentiable"] = differentiable
-        if differentiable:
-            said.append(outcome(engine.compile, backend="eager"))
-    compile_engine(engine, run)
-    step_on_given(engine, run, 0)
-    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
-    said.append(outcome(step_on_given, engine, run, 1))
-    handle.remove()
-    before = masters(engine)
-    step_on_given(engine, run, 1)
-    moved = not same(masters(engine), before)
-    engine.destroy()
-    return said, moved
+    assert counted[0] == counted[1] > 0
 
 
 @pytest.mark.follows(
@@ -950,23 +796,36 @@ def says_in_a_step(run):
     "works with a gradient scaler; undo that",
 )
 @vary("options", [REMAINDERS, EIGHT_BITS])
-def test_a_step_that_others_have_changed_is_refused(ranks, options):
+@on_ranks(1)
+def test_a_step_that_others_have_changed_is_refused(options):
     """The optimizer's own step() would step NaN, or states in fp32, or a hook that a user gave to it not run."""
     ((name, value),) = options.items()
     asked = f"compile.{name}" if value is True else f"compile.{name}={value!r}"
+    refused = "ValueError: DeepCompile with ZeRO stage 2"
+    leaves_out = f"{asked} leaves the optimizer's own step() out"
     run = run_of(model="AlignedBlocksWithin", accumulation=1)
     run = dataclasses.replace(run, config={**run.config, "compile": options})
-    for (at_set_up, differentiable, in_a_step), moved in ranks(1).run(says_in_a_step, run):
-        refused, leaves_out = (
-            "ValueError: DeepCompile with ZeRO stage 2",
-            f"{asked} leaves the optimizer's own step() out",
-        )
-        assert at_set_up == (
-            f"{refused}: {leaves_out}, which has hooks or was replaced; undo that, or leave compile.{name} out"
-        )
-        assert differentiable == (
-            f"{refused}: {asked} cannot be differentiated; set the optimizer's differentiable to false, or leave "
-            f"compile.{name} out"
-        )
-        assert in_a_step.startswith(f"RuntimeError: {leaves_out}")
-        assert moved
+    engine = begin(run, compiled=False)
+    inner = engine.optimizer.optimizer
+    handle = inner.register_step_post_hook(lambda *_: None)
+    assert outcome(engine.compile, backend="eager") == (
+        f"{refused}: {leaves_out}, which has hooks or was replaced; undo that, or leave compile.{name} out"
+    )
+    handle.remove()
+    for differentiable in (True, False):
+        for group in inner.param_groups:
+            group["differentiable"] = differentiable
+        if differentiable:
+            assert outcome(engine.compile, backend="eager") == (
+                f"{refused}: {asked} cannot be differentiated; set the optimizer's differentiable to false, or leave "
+                f"compile.{name} out"
+            )
+    compile_engine(engine, run)
+    step_on_given(engine, run, 0)
+    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    assert outcome(step_on_given, engine, run, 1).startswith(f"RuntimeError: {leaves_out}")
+    handle.remove()
+    before = masters(engine)
+    step_on_given(engine, run, 1)
+    assert not same(masters(engine), before)
+    engine.destroy()

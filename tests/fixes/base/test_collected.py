@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.on_ranks import on_ranks
 from support.training import Case, batch, build, make_engine
 
 
@@ -24,8 +25,24 @@ class Asked(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def collected_within_a_mode(case, is_destroyed):
-    """An engine with an optimizer's states is collected within a mode. Returns what the mode was asked for."""
+@pytest.mark.parametrize("offloaded", [False, True])
+@on_ranks(1)
+def test_an_engine_is_collected_before_its_module(offloaded):
+    """A module that outlives its engine would keep the engine, with its gradients' memory on the host."""
+    case = Case(adam=True, stage=2, offloaded=offloaded)
+    module = build(case)
+    engine = make_engine(module, case)
+    gone = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("is_destroyed, offloaded", [(True, False), (False, False), (True, True), (False, True)])
+@on_ranks(1)
+def test_an_engine_that_is_collected_while_another_one_compiles(is_destroyed, offloaded):
+    """Fake tensors' mode would raise errors that print the optimizer's states, which takes minutes."""
+    case = Case(adam=True, stage=2, offloaded=offloaded)
     engine = make_engine(build(case), case)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
@@ -36,26 +53,4 @@ def collected_within_a_mode(case, is_destroyed):
         del engine
         gc.collect()
     assert gone() is None
-    return mode.functions
-
-
-def collected_before_its_module(case):
-    module = build(case)
-    engine = make_engine(module, case)
-    gone = weakref.ref(engine)
-    del engine
-    gc.collect()
-    return gone() is None
-
-
-@pytest.mark.parametrize("offloaded", [False, True])
-def test_an_engine_is_collected_before_its_module(ranks, offloaded):
-    """A module that outlives its engine would keep the engine, with its gradients' memory on the host."""
-    assert ranks(1).run(collected_before_its_module, Case(adam=True, stage=2, offloaded=offloaded)) == [True]
-
-
-@pytest.mark.parametrize("is_destroyed, offloaded", [(True, False), (False, False), (True, True), (False, True)])
-def test_an_engine_that_is_collected_while_another_one_compiles(ranks, is_destroyed, offloaded):
-    """Fake tensors' mode would raise errors that print the optimizer's states, which takes minutes."""
-    for asked in ranks(1).run(collected_within_a_mode, Case(adam=True, stage=2, offloaded=offloaded), is_destroyed):
-        assert asked == []
+    assert mode.functions == []

@@ -22,6 +22,7 @@ from support.beside import Beside
 from support.checkpoints import EXACT
 from support.ids import vary
 from support.models import BlocksWithin
+from support.on_ranks import on_ranks
 from support.quantized import (
     KINDS,
     LAYERS,
@@ -132,24 +133,6 @@ def train_plain(case):
     return trained(model), evaluations
 
 
-class Trained(NamedTuple):
-    """What came of training with DeepCompile, without, and, in fp32, in a plain loop."""
-
-    on: Result
-    off: Result
-    from_off: float  # error of the adapters
-    from_plain: float  # the largest error of an adapter
-    of_plain: List[Any]  # its evaluations
-
-
-def train(case):
-    with compile_backend(case.backend):
-        on = train_engine(case)
-        off = train_engine(dataclasses.replace(case, deepcompile=False))
-    plain, of_plain = train_plain(case) if case.dtype == "fp32" else (on.adapters, off.evaluations)
-    return Trained(on, off, total_error(on.adapters, off.adapters), relative_error(on.adapters, plain), of_plain)
-
-
 def rounds_alike(case):
     """Whether all compute the same bits, but for sums in another order. LLM.int8 rounds what goes into a layer too."""
     return case.dtype == "fp32" and (case.kind != "int8-bitsandbytes" or (EXACT and case.backend == "eager"))
@@ -161,25 +144,29 @@ def agree(evaluations, others, exact):
         assert torch.equal(generated, as_well) or not exact
 
 
-def check(results, case):
-    for on, off, from_off, from_plain, of_plain in results:
-        assert on.moved > 1e-3, "the adapters hardly changed, so agreement shows nothing"
-        exact = rounds_alike(case)
-        bound = BOUND if exact else (ROUNDING["bf16"] if case.kind != "int8-bitsandbytes" else 0.1) * on.moved
-        assert max(from_off, from_plain) < bound
-        agree(on.evaluations, off.evaluations, exact)
-        agree(on.evaluations, of_plain, exact)
-        # A weight that is merged is quantized again.
-        agree(on.merged, off.merged, exact and EXACT and case.backend == "eager")
-        # Seven layers of each block have adapters of two matrices, and graphs have reduced the gradients of all.
-        assert on.counters["from_graphs"] == 14 * LAYERS * STEPS
-        assert on.counters["from_autograd"] == 0
-        assert held(on.counters) == NOTHING
-        assert on.others == []
-        # All layers share graphs, but for the first, whose input needs no gradient. LLM.int8 begins anew when its
-        # layers have been evaluated, and on a GPU it breaks graphs.
-        if case.kind != "int8-bitsandbytes" or device().type == "cpu":
-            assert 2 <= on.graphs <= (5 if case.kind == "int8-bitsandbytes" else 3)
+def check(case):
+    """Trains with DeepCompile, without, and, in fp32, in a plain loop."""
+    with compile_backend(case.backend):
+        on = train_engine(case)
+        off = train_engine(dataclasses.replace(case, deepcompile=False))
+    plain, of_plain = train_plain(case) if case.dtype == "fp32" else (on.adapters, off.evaluations)
+    assert on.moved > 1e-3, "the adapters hardly changed, so agreement shows nothing"
+    exact = rounds_alike(case)
+    bound = BOUND if exact else (ROUNDING["bf16"] if case.kind != "int8-bitsandbytes" else 0.1) * on.moved
+    assert max(total_error(on.adapters, off.adapters), relative_error(on.adapters, plain)) < bound
+    agree(on.evaluations, off.evaluations, exact)
+    agree(on.evaluations, of_plain, exact)
+    # A weight that is merged is quantized again.
+    agree(on.merged, off.merged, exact and EXACT and case.backend == "eager")
+    # Seven layers of each block have adapters of two matrices, and graphs have reduced the gradients of all.
+    assert on.counters["from_graphs"] == 14 * LAYERS * STEPS
+    assert on.counters["from_autograd"] == 0
+    assert held(on.counters) == NOTHING
+    assert on.others == []
+    # All layers share graphs, but for the first, whose input needs no gradient. LLM.int8 begins anew when its
+    # layers have been evaluated, and on a GPU it breaks graphs.
+    if case.kind != "int8-bitsandbytes" or device().type == "cpu":
+        assert 2 <= on.graphs <= (5 if case.kind == "int8-bitsandbytes" else 3)
 
 
 class AdaptedBlock(nn.Module):
@@ -205,15 +192,12 @@ class AdaptedBlock(nn.Module):
         return x + self.frozen(x) + self.adapter(x)
 
 
-class Small(NamedTuple):
-    """What came of training a small model of ours beside a plain loop."""
-
-    from_graphs: List[int]  # gradients that graphs reduced in each step
-    error: float  # of the trained parameters
-    moved: float  # how far training moved them
-
-
-def train_small(kind):
+@vary("kind", ["nf4", "int8"])
+@on_ranks(1)
+def test_a_graph_reads_quantized_weights(kind):
+    """A graph would take a weight that bitsandbytes or torchao has quantized for numbers, or wait for its gradient."""
+    for package in PACKAGES:
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     model = BlocksWithin(width=64)
     model.body.blocks = nn.ModuleList(AdaptedBlock(64, kind) for _ in range(2))
     keep_gradients(model)
@@ -222,20 +206,11 @@ def train_small(kind):
         pair.step(tokens(step))
     # Quantized weights cannot be subtracted.
     found, expected, before = map(trained, (pair.module, pair.plain, pair.before))
-    result = Small(pair.from_graphs, relative_error(found, expected), total_error(found, before))
+    error, moved = relative_error(found, expected), total_error(found, before)
     pair.engine.destroy()
-    return result
-
-
-@vary("kind", ["nf4", "int8"])
-def test_a_graph_reads_quantized_weights(ranks, kind):
-    """A graph would take a weight that bitsandbytes or torchao has quantized for numbers, or wait for its gradient."""
-    for package in PACKAGES:
-        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    (result,) = ranks(1).run(train_small, kind)
     # Four parameters of each block, and the head.
-    assert result.from_graphs == [9, 9]
-    assert result.error < BOUND and result.moved > 1e-3
+    assert pair.from_graphs == [9, 9]
+    assert error < BOUND and moved > 1e-3
 
 
 @pytest.mark.slow
@@ -250,9 +225,9 @@ def test_a_graph_reads_quantized_weights(ranks, kind):
         ("int4", 1, "inductor", "fp32"),
     ],
 )
-def test_adapters_train_on_quantized_weights_and_are_merged(ranks, base, kind, stage, backend, dtype):
-    case = Case(kind, base, stage, backend, dtype=dtype, merges=True)
-    check(ranks(2).run(train, case), case)
+@on_ranks(2)
+def test_adapters_train_on_quantized_weights_and_are_merged(base, kind, stage, backend, dtype):
+    check(Case(kind, base, stage, backend, dtype=dtype, merges=True))
 
 
 # In bf16 as traced. Generated code rounds at other places, and gradients of a small model then differ as much as they
@@ -262,31 +237,29 @@ def test_adapters_train_on_quantized_weights_and_are_merged(ranks, base, kind, s
 @vary("checkpointing", ["reentrant", "non-reentrant"])
 @vary("kind", KINDS)
 @vary("stage", [1, 2])
-def test_adapters_train_with_checkpointing(ranks, base, stage, kind, checkpointing, backend, dtype):
-    case = Case(kind, base, stage, backend, checkpointing, dtype)
-    check(ranks(2).run(train, case), case)
-
-
-class Resumed(NamedTuple):
-    """How far adapters were from those of the engine that had saved a checkpoint, and went on."""
-
-    loaded: float  # when they were loaded
-    ended: float  # one step later
+@on_ranks(2)
+def test_adapters_train_with_checkpointing(base, stage, kind, checkpointing, backend, dtype):
+    check(Case(kind, base, stage, backend, checkpointing, dtype))
 
 
 def resume(model, engine, folder, tag, saved, ended):
+    """Returns how far adapters are from those of the engine that had saved, when they were loaded and a step later."""
     # As transformers' Trainer loads where there are adapters.
     engine.load_checkpoint(folder, tag=tag, load_module_strict=False)
     loaded = total_error(masters(model), saved)
     train_step(engine, 1)
-    return Resumed(loaded, total_error(masters(model), ended))
+    return loaded, total_error(masters(model), ended)
 
 
-def save_and_resume(case, folder, excludes):
-    """Saves and resumes without DeepCompile, with it, in the same engine, and without it again.
-
-    ``excludes``: whether frozen weights are left out.
-    """
+@pytest.mark.slow
+@vary("excludes", [True, False])
+@vary("kind", KINDS)
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_adapters_are_saved_and_resumed(base, tmp_path, stage, kind, excludes):
+    # Without DeepCompile, with it, in the same engine, and without it again.
+    case, folder = Case(kind, base, stage), str(tmp_path / "checkpoints")
+    bound = BOUND if rounds_alike(case) else CLOSE
 
     def start(deepcompile):
         torch._dynamo.reset()
@@ -316,16 +289,5 @@ def save_and_resume(case, folder, excludes):
         model, engine = start(deepcompile=False)
         resumed.append(resume(model, engine, folder, "on", *of_on))
         engine.destroy()
-    return resumed
-
-
-@pytest.mark.slow
-@vary("excludes", [True, False])
-@vary("kind", KINDS)
-@vary("stage", [1, 2])
-def test_adapters_are_saved_and_resumed(ranks, base, tmp_path, stage, kind, excludes):
-    case = Case(kind, base, stage)
-    bound = BOUND if rounds_alike(case) else CLOSE
-    for resumed in ranks(2).run(save_and_resume, case, str(tmp_path / "checkpoints"), excludes):
-        for loaded, ended in resumed:
-            assert loaded == 0 and ended < bound, resumed
+    for loaded, ended in resumed:
+        assert loaded == 0 and ended < bound, resumed

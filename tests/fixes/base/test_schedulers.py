@@ -16,6 +16,7 @@ from deepspeed.runtime import lr_schedules as deepspeeds
 
 from support.beside import warnings_logged
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import BOUND, Case, batch, build, compile_backend, device, relative_error, train_plain
 
 # How to make each scheduler for an optimizer. An entry of a list is for the parameter group of that place.
@@ -118,8 +119,13 @@ def halved(optimizer):
     return torchs.LambdaLR(optimizer, [lambda step: 0.1**step, lambda step: 0.5**step])
 
 
-def train_with_a_scheduler(case, is_given):
-    """Trains with a scheduler that the engine is given, or with one that the caller keeps, as Accelerate does."""
+@vary("is_given", [True, False])
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_an_engine_trains_with_a_scheduler_made_before_it(stage, is_given):
+    """The rate of a group would go to its neighbour when the engine leaves an empty one out."""
+    # The engine is given the scheduler, or the caller keeps it, as Accelerate does.
+    case = Case(model="FillsPartition", stage=stage)
     module = build(case)
     plain = copy.deepcopy(module)
     optimizer = with_an_empty_group(module)
@@ -150,21 +156,11 @@ def train_with_a_scheduler(case, is_given):
             train_plain(plain, of_plain, step)
             schedule_of_plain.step()
             rates.append(([group["lr"] for group in optimizer.param_groups], of_plain.param_groups[1]["lr"]))
-    compiled = engine.is_deepcompile_active()
     error = relative_error(module.parameters(), plain.parameters())
+    assert engine.is_deepcompile_active()
     engine.destroy()
-    return compiled, error, rates
-
-
-@vary("is_given", [True, False])
-@vary("stage", [1, 2])
-def test_an_engine_trains_with_a_scheduler_made_before_it(ranks, stage, is_given):
-    """The rate of a group would go to its neighbour when the engine leaves an empty one out."""
-    case = Case(model="FillsPartition", stage=stage)
-    for compiled, error, rates in ranks(2).run(train_with_a_scheduler, case, is_given):
-        assert compiled
-        assert error < BOUND, rates
-        assert all(of_engine == [of_plain] for of_engine, of_plain in rates), rates
+    assert error < BOUND, rates
+    assert all(of_engine == [of_plain] for of_engine, of_plain in rates), rates
 
 
 class OwnScheduler:

@@ -10,6 +10,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils.debug import debug_param2name
 
 from support.ids import vary
+from support.on_ranks import gathered, on_ranks
 from support.subclasses import Scaled
 from support.training import Case, build, make_engine
 
@@ -47,24 +48,19 @@ def test_what_is_broadcast_goes_where_its_parameter_goes():
     assert len(sent) == 3 and all(is_moe_param(tensor) and tensor.group_name == "experts" for tensor in sent)
 
 
-def weights_at_the_beginning(case):
-    """Makes a model whose weights are of this rank alone; returns those with which its engine begins."""
+@vary("deepcompile", [True, False])
+@vary("dtype", ["fp32", "bf16"])
+@on_ranks(2)
+def test_all_ranks_begin_with_the_weights_of_the_first(dtype, deepcompile):
+    """Ranks would train beside frozen weights of their own, which no gradient makes alike."""
+    case = Case(model="FrozenSubclass", dtype=dtype, deepcompile=deepcompile)
+    # The weights of a rank are its own until the engine is made.
     module = build(case, seed=torch.distributed.get_rank())
     engine = make_engine(module, case)
     names = [debug_param2name(parameter) for parameter in module.parameters() if not isinstance(parameter, Scaled)]
     weights = [tensor.detach().cpu().clone() for tensor in plain_tensors(module.parameters())]
     engine.destroy()
-    return weights, "unknown" in names
-
-
-@vary("deepcompile", [True, False])
-@vary("dtype", ["fp32", "bf16"])
-def test_all_ranks_begin_with_the_weights_of_the_first(ranks, dtype, deepcompile):
-    """Ranks would train beside frozen weights of their own, which no gradient makes alike."""
-    case = Case(model="FrozenSubclass", dtype=dtype, deepcompile=deepcompile)
-    (first, unnamed), *others = ranks(2).run(weights_at_the_beginning, case)
-    assert any(weight.dtype == torch.int8 for weight in first)
-    for weights, _ in others:
-        assert all(map(torch.equal, weights, first))
+    assert any(weight.dtype == torch.int8 for weight in weights)
+    assert all(map(torch.equal, *gathered(weights)))
     # DeepSpeed knows the names of all other parameters.
-    assert not unnamed
+    assert "unknown" not in names

@@ -3,14 +3,14 @@
 """Adapters of DoRA, which peft computes with code that Dynamo cannot trace."""
 
 import importlib.util
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from support.beside import Beside, Outcome, check
+from support.beside import Beside, check
 from support.models import BlocksWithin
+from support.on_ranks import on_ranks
 from support.training import Case, batch
 
 pytestmark = [
@@ -19,12 +19,9 @@ pytestmark = [
 ]
 
 
-class Adapted(NamedTuple):
-    graphs: int  # of all steps
-    outcome: Outcome
-
-
-def train_adapters():
+@on_ranks(2)
+def test_each_block_is_one_graph():
+    """Each adapted layer would end a graph, and a first step of 3 seconds take 145."""
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(0)
@@ -35,12 +32,6 @@ def train_adapters():
     torch._dynamo.utils.counters.clear()
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    return Adapted(torch._dynamo.utils.counters["stats"]["unique_graphs"], pair.end())
-
-
-def test_each_block_is_one_graph(ranks):
-    """Each adapted layer would end a graph, and a first step of 3 seconds take 145."""
-    for graphs, outcome in ranks(2).run(train_adapters):
-        # That of the first block, whose input needs no gradient, of the other blocks, and of head and loss.
-        assert graphs == 3
-        check([outcome])
+    # That of the first block, whose input needs no gradient, of the other blocks, and of head and loss.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
+    check([pair.end()])

@@ -123,13 +123,12 @@ def apart(some, others):
 @pytest.mark.options("expert_parallel")
 @vary(
     "world, on_ranks, case",
-    [
-        (2, 2, Case(stage=1, accumulation=2, clipping=0.1, config=OVERLAPPED)),
-        (2, 1, Case(stage=2, adam=True)),
-        pytest.param(2, 2, Case(stage=2, adam=True, accumulation=2, backend="inductor"), marks=SLOW),
-        pytest.param(2, 1, Case(stage=1, adam=True, offloaded=True), marks=SLOW),
-        pytest.param(4, 2, Case(stage=1, adam=True, clipping=0.1), marks=SLOW),
-        pytest.param(4, 2, Case(stage=2, accumulation=2, config=OVERLAPPED), marks=SLOW),
+    [(2, 2, Case(stage=1, accumulation=2, clipping=0.1, config=OVERLAPPED)), (2, 1, Case(stage=2, adam=True))],
+    slow=[
+        (2, 2, Case(stage=2, adam=True, accumulation=2, backend="inductor")),
+        (2, 1, Case(stage=1, adam=True, offloaded=True)),
+        (4, 2, Case(stage=1, adam=True, clipping=0.1)),
+        (4, 2, Case(stage=2, accumulation=2, config=OVERLAPPED)),
     ],
 )
 def test_experts_train_as_without_deepcompile(ranks, tmp_path, world, on_ranks, case):
@@ -215,7 +214,7 @@ def auto_ep_off_and_on(stage):
 
 
 @pytest.mark.options("expert_parallel")
-@vary("stage", [pytest.param(1, marks=SLOW), 2])
+@vary("stage", [2], slow=[1])
 def test_auto_ep_trains_as_without_deepcompile(ranks, stage):
     """Experts would be averaged with those of the other rank."""
     try:

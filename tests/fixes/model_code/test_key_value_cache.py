@@ -22,6 +22,7 @@ from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from support.beside import warnings_logged
 from support.ids import vary
 from support.models import Model, qwen3_config
+from support.on_ranks import on_ranks
 from support.training import OVERLAPPED, batch, compile_backend, device, engine_by_configuration
 
 
@@ -172,8 +173,12 @@ class Distilled(torch.nn.Module):
 IN_TRAINING = {Checkpointed: 0, Distilled: 2 * 3 * 2}
 
 
-def calls_that_run_uncompiled(model):
-    """Trains a model for two steps; returns how many calls ran uncompiled."""
+@vary("model", [Checkpointed], slow=[Distilled])
+@pytest.mark.usefixtures("one_rank")
+@on_ranks(1)
+def test_what_runs_without_gradients_in_a_training_forward(model):
+    """A checkpoint's first run would pass for generation, and draw other random numbers than the second; or
+    generation would be compiled for each length of the cache."""
     Activation.calls = 0
     with compile_backend("eager"):
         engine = engine_by_configuration(model().to(device()).train(), True)
@@ -181,36 +186,25 @@ def calls_that_run_uncompiled(model):
             engine.backward(engine(torch.arange(24, device=device()).view(2, 12)))
             engine.step()
     engine.destroy()
-    return Activation.calls
+    assert Activation.calls == IN_TRAINING[model]
 
 
-@vary("model", [Checkpointed, pytest.param(Distilled, marks=pytest.mark.slow)])
-def test_what_runs_without_gradients_in_a_training_forward(one_rank, model):
-    """A checkpoint's first run would pass for generation, and draw other random numbers than the second; or
-    generation would be compiled for each length of the cache."""
-    assert one_rank.run(calls_that_run_uncompiled, model) == [IN_TRAINING[model]]
-
-
-def packed_losses():
-    """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
+@pytest.mark.options("compile.deepcompile")
+@pytest.mark.usefixtures("one_rank")
+@on_ranks(1)
+def test_packed_sequences_are_kept_apart():
+    """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
     module = language_model(2)
     for parameter in module.parameters():
         parameter.data *= 10  # so that what a token sees matters
     ids = torch.arange(24, device=device()).view(1, 24)
     positions = torch.cat([torch.arange(10), torch.arange(14)]).view(1, 24).to(device())
     packed = {"input_ids": ids, "labels": ids, "position_ids": positions}
-    alone = [module(**packed, use_cache=use_cache).loss.item() for use_cache in (False, True)]
+    without, with_cache = (module(**packed, use_cache=use_cache).loss.item() for use_cache in (False, True))
     engine = engine_by_configuration(module, True)
     with compile_backend("eager"):
         loss = engine(**packed).loss.item()
     engine.destroy()
-    return loss, *alone
-
-
-@pytest.mark.options("compile.deepcompile")
-def test_packed_sequences_are_kept_apart(one_rank):
-    """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
-    ((loss, without, with_cache),) = one_rank.run(packed_losses)
     assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
 
 
@@ -229,27 +223,6 @@ def run_copied(module, ids):
     return Copied(float(output.loss.detach()), output.past_key_values is not None, float(compiled(ids).detach()))
 
 
-def copies_of_a_model(inside, more):
-    """Copies and pickles the model of an engine after a step, and copies it again when the engine is destroyed.
-
-    ``inside``: whether the language model is a part of the engine's model, whose other part gives it labels.
-    """
-    module = language_model(2)
-    engine = engine_by_configuration(Labels(module) if inside else module, True, compile=more)
-    ids = torch.arange(24, device=device()).view(2, 12)
-    with compile_backend("eager"):
-        output = engine(ids) if inside else engine(input_ids=ids, labels=ids)
-        engine.backward(output.loss)
-        engine.step()
-    wait_for_parameters(engine)
-    # The module's own parameters hold process groups, which no pickle can have.
-    copied = copy.deepcopy(module)
-    pickled = pickle.dumps(copied)
-    results = [run_copied(duplicate, ids) for duplicate in (copied, pickle.loads(pickled))]
-    engine.destroy()
-    return run_copied(module, ids), [*results, run_copied(copy.deepcopy(copied), ids)], b"deepspeed" in pickled
-
-
 class Labels(torch.nn.Module):
     def __init__(self, lm):
         super().__init__()
@@ -262,12 +235,28 @@ class Labels(torch.nn.Module):
 @pytest.mark.slow
 @vary("inside", [False, True])
 @vary("more", [{}, OVERLAPPED["compile"]])
-def test_copies_run_as_the_model_alone(ranks, inside, more):
+@on_ranks(2)
+def test_copies_run_as_the_model_alone(inside, more):
     pytest.importorskip("transformers")
-    for plain, copies, names_deepspeed in ranks(2).run(copies_of_a_model, inside, more):
-        assert plain.keeps_cache and plain.loss == pytest.approx(plain.loss_in_one_graph, rel=1e-5)
-        assert copies == [plain] * 3
-        assert not names_deepspeed
+    module = language_model(2)
+    # Where it is inside, another part of the engine's model gives it labels.
+    engine = engine_by_configuration(Labels(module) if inside else module, True, compile=more)
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend("eager"):
+        output = engine(ids) if inside else engine(input_ids=ids, labels=ids)
+        engine.backward(output.loss)
+        engine.step()
+    wait_for_parameters(engine)
+    # The module's own parameters hold process groups, which no pickle can have.
+    copied = copy.deepcopy(module)
+    pickled = pickle.dumps(copied)
+    results = [run_copied(duplicate, ids) for duplicate in (copied, pickle.loads(pickled))]
+    engine.destroy()
+    assert b"deepspeed" not in pickled
+    plain = run_copied(module, ids)
+    assert plain.keeps_cache and plain.loss == pytest.approx(plain.loss_in_one_graph, rel=1e-5)
+    # The engine is destroyed when the copy is copied.
+    assert [*results, run_copied(copy.deepcopy(copied), ids)] == [plain] * 3
 
 
 @contextlib.contextmanager
@@ -285,9 +274,15 @@ def transformers_from(folder):
         sys.modules.update(before)
 
 
-def train_beside_broken_transformers(folder):
-    """Trains a model that has nothing of transformers for a step; returns (loss before, loss after)."""
-    with transformers_from(folder) as transformers, compile_backend("eager"):
+@on_ranks(1)
+def test_beside_transformers_that_cannot_be_imported(tmp_path):
+    """A transformers that raises when it is asked for a class would end the training of any model."""
+    (tmp_path / "transformers").mkdir()
+    # As where the package's own files import lazily, and one of them imports a torchvision of another torch.
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        "def __getattr__(name):\n    raise ImportError('operator torchvision::nms does not exist')\n"
+    )
+    with transformers_from(str(tmp_path)) as transformers, compile_backend("eager"):
         with pytest.raises(ImportError, match="operator torchvision::nms does not exist"):
             _ = transformers.PreTrainedModel
         engine = engine_by_configuration(Model().to(device()), True)
@@ -298,18 +293,7 @@ def train_beside_broken_transformers(folder):
             engine.step()
             losses.append(float(loss.detach()))
         engine.destroy()
-    return losses
-
-
-def test_beside_transformers_that_cannot_be_imported(ranks, tmp_path):
-    """A transformers that raises when it is asked for a class would end the training of any model."""
-    (tmp_path / "transformers").mkdir()
-    # As where the package's own files import lazily, and one of them imports a torchvision of another torch.
-    (tmp_path / "transformers" / "__init__.py").write_text(
-        "def __getattr__(name):\n    raise ImportError('operator torchvision::nms does not exist')\n"
-    )
-    ((before, after),) = ranks(1).run(train_beside_broken_transformers, str(tmp_path))
-    assert after < before
+    assert losses[1] < losses[0]
 
 
 class Generated(NamedTuple):
@@ -352,7 +336,7 @@ def generate_in_training_mode(deepcompile, whole, generates):
     return Generated(losses, graphs, counts, text.tolist())
 
 
-@vary("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+@vary("whole", [False], slow=[True])
 def test_generation_in_training_mode(one_rank, whole):
     """Blocks would be compiled for each length of the cache, count towards the limit, or generate other texts."""
     (off,) = one_rank.run(generate_in_training_mode, False, whole, True)
@@ -364,22 +348,11 @@ def test_generation_in_training_mode(one_rank, whole):
     assert on.losses[0] == without.losses[0] and on.losses[1] != pytest.approx(without.losses[1], rel=1e-5)
 
 
-class Compiled(NamedTuple):
-    """What was compiled, and what was said of it."""
-
-    graphs: int  # for a step
-    keeps_cache: bool  # in a training forward
-    graphs_of_validation: int  # that were compiled after the step
-    advised: int  # how many warnings advise to train without a cache
-
-
-def train_in_modes(around, within):
-    """Trains a language model within another module for a step, and then evaluates both, as Lightning does.
-
-    Args:
-        around: whether the module around the model is in training mode.
-        within: whether the model is.
-    """
+@vary("around, within", [(True, True), (True, False), (False, False)])
+@pytest.mark.usefixtures("one_rank")
+@on_ranks(1)
+def test_what_trains_compiles_once_for_all_layers(around, within):
+    """Lightning leaves the model of from_pretrained() in evaluation mode: each layer would be compiled by itself."""
     torch._dynamo.utils.counters.clear()
     module = language_model(6)
     engine = engine_by_configuration(Labels(module), True)
@@ -398,12 +371,6 @@ def train_in_modes(around, within):
             engine(ids)
     of_validation = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     engine.destroy()
-    advised = [warning for warning in warnings if ADVICE in warning]
-    return Compiled(graphs, output.past_key_values is not None, of_validation, len(advised))
-
-
-@vary("around, within", [(True, True), (True, False), (False, False)])
-def test_what_trains_compiles_once_for_all_layers(one_rank, around, within):
-    """Lightning leaves the model of from_pretrained() in evaluation mode: each layer would be compiled by itself."""
     # One graph for all layers, and one for head and loss.
-    assert one_rank.run(train_in_modes, around, within) == [Compiled(2, False, 0, 0)]
+    assert (graphs, of_validation) == (2, 0) and output.past_key_values is None
+    assert not [warning for warning in warnings if ADVICE in warning]

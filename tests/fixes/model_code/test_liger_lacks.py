@@ -12,11 +12,14 @@ from deepspeed.compile.fixes.model_code import liger
 
 from support.beside import Beside, check, warnings_logged
 from support.models import BlocksWithin
+from support.on_ranks import on_ranks
 from support.training import REGIONAL, Case, batch
 
 
-def train_beside_another_liger():
-    """Trains a model without Liger's kernels beside a Liger that has none of the functions; returns the warnings."""
+@pytest.mark.follows("compare losses with Liger turned off")
+@on_ranks(1)
+def test_a_liger_that_has_other_functions():
+    """Nobody would be told that kernels may go wrong, or a loop with Liger off, as is advised, be no measure."""
     liger._keep_out.cache_clear()
     # Not mock.patch.dict(), which forgets modules that were imported meanwhile: torch registers its backends once.
     with pytest.MonkeyPatch.context() as patch, warnings_logged() as texts:
@@ -24,14 +27,7 @@ def train_beside_another_liger():
         pair = Beside(BlocksWithin(), Case(config=REGIONAL))
         pair.step(batch(0, 0, dist.get_rank(), 4))
     liger._keep_out.cache_clear()
-    return texts, pair.end()
-
-
-@pytest.mark.follows("compare losses with Liger turned off")
-def test_a_liger_that_has_other_functions(ranks):
-    """Nobody would be told that kernels may go wrong, or a loop with Liger off, as is advised, be no measure."""
-    ((texts, outcome),) = ranks(1).run(train_beside_another_liger)
     lacking = [text for text in texts if text.endswith("compare losses with Liger turned off")]
     assert len(lacking) == len(liger._FUNCTIONS)
-    check([outcome])
+    (outcome,) = check([pair.end()])
     assert outcome.from_graphs[0] > 0

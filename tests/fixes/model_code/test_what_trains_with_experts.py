@@ -23,6 +23,7 @@ from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 
 from support.architectures import ARCHITECTURES
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.training import BOUND, compile_backend, device, engine_by_configuration, relative_error
 
 NEEDS_PEFT = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="pip install -r requirements/demo.txt")
@@ -194,23 +195,16 @@ def balance(model):
             module.counts.zero_()
 
 
-def train_both_ways(name, changes, backend="eager", **more):
-    """Returns how far the two are from each other, and the graphs of the one with DeepCompile."""
+def check(name, changes, backend="eager", **more):
     with compile_backend(backend):
         off, on = (train(name, changes, deepcompile, **more) for deepcompile in (False, True))
     keys = on.values.keys()
     assert keys == off.values.keys()
-    error = relative_error([on.values[key] for key in keys], [off.values[key] for key in keys])
-    return error, (on.losses, off.losses), (on.norms, off.norms), on.graphs
-
-
-def check(results):
-    for error, losses, norms, graphs in results:
-        assert error < BOUND
-        assert losses[0] == pytest.approx(losses[1], rel=BOUND)
-        assert norms[0] == pytest.approx(norms[1], rel=BOUND)
-        assert graphs[-1][0] == graphs[0][0], "a step compiled something anew"
-        assert graphs[-1][1] == 0, "Dynamo left a block"
+    assert relative_error([on.values[key] for key in keys], [off.values[key] for key in keys]) < BOUND
+    assert on.losses == pytest.approx(off.losses, rel=BOUND)
+    assert on.norms == pytest.approx(off.norms, rel=BOUND)
+    assert on.graphs[-1][0] == on.graphs[0][0], "a step compiled something anew"
+    assert on.graphs[-1][1] == 0, "Dynamo left a block"
 
 
 # What an engine has: all parameters on each rank, or parts of them.
@@ -240,7 +234,8 @@ CASES = [
 @pytest.mark.slow
 @vary("name, changes", CASES)
 @vary("place", PLACES)
-def test_it_trains_as_without_deepcompile(ranks, place, name, changes):
+@on_ranks(2)
+def test_it_trains_as_without_deepcompile(place, name, changes):
     """Dynamo leaves each block where hooks collect router logits, or compiles adapted experts anew in each step.
 
     A bias that is compiled in stays that of the first step, and a checkpoint whose second run draws other random
@@ -248,16 +243,17 @@ def test_it_trains_as_without_deepcompile(ranks, place, name, changes):
     """
     # In fp32 another router would compute the same.
     more = {"bf16": {"enabled": True}} if "router_in_fp32" in changes else {}
-    check(ranks(2).run(train_both_ways, name, changes, **more, **PLACES[place]))
+    check(name, changes, **more, **PLACES[place])
 
 
 @pytest.mark.slow
 @vary("name", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
 @vary("place", PLACES)
-def test_experts_that_one_rank_never_hits(ranks, place, name):
+@on_ranks(2)
+def test_experts_that_one_rank_never_hits(place, name):
     """Ranks would average gradients of different experts, and the norm that clips would differ from rank to rank."""
     more = {"one_expert_a_rank": True, "accumulation": 2, "gradient_clipping": 0.5, **PLACES[place]}
-    check(ranks(2).run(train_both_ways, name, [], **more))
+    check(name, [], **more)
 
 
 class Scored(nn.Module):

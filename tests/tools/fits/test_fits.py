@@ -25,6 +25,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary
 from support.models import Stack
+from support.on_ranks import on_ranks
 from support.training import Case, batch, build, device, make_engine, small_shards
 
 WIDTH, TOKENS, LAYERS, VOCABULARY, MANY = 64, 48, 3, 80, 1024
@@ -60,8 +61,14 @@ def subject_of(make_model, dtype=torch.bfloat16, **asked):
     return estimate.Subject(make_model, Question(dtype=dtype, **asked), lambda sentence: None)
 
 
-def held_by_engine(case):
-    """Returns what a rank holds after a step, and of gradients before it, in bytes."""
+@vary("remainders", [False, True])
+@vary("eight_bit", [False, True])
+@vary("model", ["AlignedBlocksWithin", "TiedEmbedding"])
+@on_ranks(2)
+def test_a_rank_holds_what_is_estimated(model, eight_bit, remainders):
+    """Another geometry than the engine's would be estimated with: padding, halves of parameters, blocks of 8 bits."""
+    config = {"compile": {"optimizer_states": "8bit" if eight_bit else None, "store_param_remainders": remainders}}
+    case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
     engine = make_engine(build(case), case)
     optimizer = engine.optimizer
     engine.backward(engine(batch(0, 0, engine.global_rank, 4)))
@@ -69,33 +76,21 @@ def held_by_engine(case):
     engine.step()
     (master,) = optimizer.single_partition_of_fp32_groups
     state = optimizer.optimizer.state[master]
-    remainders = [share for part in optimizer._deepcompile.features for share in getattr(part, "shares", ())]
+    shares = [share for part in optimizer._deepcompile.features for share in getattr(part, "shares", ())]
     names = [name for state_name in SIGNED for name in (state_name, *names_of(state_name)) if name in state]
     held = {
         "parameters": sum(flat.nbytes for flat in optimizer.bit16_groups_flat),
-        "masters": sum(remainder.nbytes for remainder in remainders) or master.nbytes,
+        "masters": sum(share.nbytes for share in shares) or master.nbytes,
         "moments": sum(state[name].nbytes for name in names),
         "gradients": bound,
     }
     engine.destroy()
-    return held
-
-
-@vary("remainders", [False, True])
-@vary("eight_bit", [False, True])
-@vary("model", ["AlignedBlocksWithin", "TiedEmbedding"])
-def test_a_rank_holds_what_is_estimated(ranks, model, eight_bit, remainders):
-    """Another geometry than the engine's would be estimated with: padding, halves of parameters, blocks of 8 bits."""
-    options = {"optimizer_states": "8bit" if eight_bit else None, "store_param_remainders": remainders}
-    config = {"compile": options}
-    case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
-    flat = subject_of(type(build(case))).flat
-    for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
-        with small_shards(config):
-            whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
-            bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500, rank=rank).bound
-            states = estimate.states(flat, 2, Mode("", eight_bit=eight_bit, remainders=remainders))
-        assert held == {"parameters": whole, **states, "gradients": bound}
+    flat, rank = subject_of(type(build(case))).flat, engine.global_rank
+    with small_shards(config):
+        whole = 2 * 2 * gradients.layout_of(flat, 2).partition_numel
+        bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, bucket=500, rank=rank).bound
+        states = estimate.states(flat, 2, Mode("", eight_bit=eight_bit, remainders=remainders))
+    assert held == {"parameters": whole, **states, "gradients": bound}
 
 
 def kept_by_autograd(model, ids):
@@ -486,7 +481,7 @@ def test_modes_that_have_a_meaning():
     assert not any("remainders" in name for name in names(gpus=2, dtype=torch.float32))
     assert not any("checkpointed" in name or "FSDP2" in name for name in names(has_blocks=False))
     lines = [", ".join(mode.lines(enables=True, is_whole=True)) for mode in modes.MODES]
-    assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in each for each in lines)
+    assert len(set(lines)) == len(lines) and not any("overlap_param_gather" in line for line in lines)
 
 
 def small():

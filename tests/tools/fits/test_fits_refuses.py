@@ -16,16 +16,12 @@ from deepspeed.compile.tools.fits import fits, sources
 from deepspeed.compile.tools.fits.modes import Mode
 
 from support.ids import vary
+from support.models import TEXT_SIZES
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
+    **TEXT_SIZES,
 }
 
 

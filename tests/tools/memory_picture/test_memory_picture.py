@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.abc
 import importlib.util
 import itertools
@@ -26,6 +27,8 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_cou
 
 from support.beside import logged
 from support.engines import batch, build
+from support.on_ranks import on_ranks
+from support.options import outcome
 from support.subclasses import Scaled
 from support.training import Case, device, engine_by_configuration, make_engine
 
@@ -219,10 +222,13 @@ class Boom(Exception):
     pass
 
 
-def raises_within(case, folder, where):
-    """Makes the recorded step raise; returns what was raised, what was logged and the names of the files."""
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+@on_ranks(2)
+def test_a_step_that_raises_is_drawn_and_the_error_passes(tmp_path, where):
+    """The step that runs out of memory is the one to look at, and a recorder could hide its error or its picture."""
+    case = dataclasses.replace(CASE, accumulation=1)
     with logged(logging.INFO) as lines:
-        engine = make_engine(build(case), with_picture(case, folder, step=2))
+        engine = make_engine(build(case), with_picture(case, tmp_path, step=2))
         train(engine, case, 0)
 
         def explode(*_args, **_kwargs):
@@ -230,42 +236,20 @@ def raises_within(case, folder, where):
 
         if where == "forward":
             engine.module.register_forward_pre_hook(explode)
-        caught = None
-        try:
+        with pytest.raises(Boom):
             loss = engine(batch(1, 0, dist.get_rank(), 4))
             if where == "backward":
                 loss.register_hook(explode)
             engine.backward(loss)
             engine.optimizer.optimizer.step = explode
             engine.step()
-        except Boom as error:
-            caught = type(error).__name__
         assert not torch.autograd._profiler_enabled() and own(engine) == []
         engine.destroy()
-    files = sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*.json"))
-    return caught, about_pictures(lines), files
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "step"])
-def test_a_step_that_raises_is_drawn_and_the_error_passes(ranks, tmp_path, where):
-    """The step that runs out of memory is the one to look at, and a recorder could hide its error or its picture."""
-    case = dataclasses.replace(CASE, accumulation=1)
-    for rank, (caught, lines, files) in enumerate(ranks(2).run(raises_within, case, tmp_path, where)):
-        assert caught == "Boom"
-        assert files == [f"step2-rank{rank}.json"] and len(lines) == 1
-        step = data.read(tmp_path / files[0])
-        assert step.raised == "Boom: on purpose"
-        assert where in step.phases and max(step.sums()) > 0
-
-
-def ends_early(case, folder):
-    """Destroys an engine twice before its step comes; returns what was logged."""
-    with logged(logging.INFO) as lines:
-        engine = make_engine(build(case), with_picture(case, folder))
-        train(engine, case, 0)
-        engine.destroy()
-        engine.destroy()
-        return about_pictures(lines)
+    (file,) = tmp_path.glob(f"*rank{dist.get_rank()}*.json")
+    assert file.name == f"step2-rank{dist.get_rank()}.json" and len(about_pictures(lines)) == 1
+    step = data.read(file)
+    assert step.raised == "Boom: on purpose"
+    assert where in step.phases and max(step.sums()) > 0
 
 
 def several_engines(case, folder, count):
@@ -282,26 +266,16 @@ def several_engines(case, folder, count):
     return sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*.json"))
 
 
-def beside_another_profiler(case, folder):
-    """Trains under a profiler of the caller's; returns what was logged, and whether the caller's profiler worked.
-
-    The profiler warms up in the step that is to be recorded, and records the next.
-    """
-    with logged(logging.INFO) as lines:
-        engine = make_engine(build(case), with_picture(case, folder, step=1))
-        schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
-            for step in range(2):
-                train(engine, case, step)
-                profiler.step()
-        engine.destroy()
-    return about_pictures(lines), any(event.name == "deepcompile::step" for event in profiler.events())
-
-
-def test_training_that_ends_before_the_step(ranks, tmp_path):
+@on_ranks(2)
+def test_training_that_ends_before_the_step(tmp_path):
     """Nobody would know why there is no picture."""
-    for (line,) in ranks(2).run(ends_early, CASE, tmp_path):
-        assert "training ended after 1 of the 3 steps" in line and "memory_picture.step" in line
+    with logged(logging.INFO) as lines:
+        engine = make_engine(build(CASE), with_picture(CASE, tmp_path))
+        train(engine, CASE, 0)
+        engine.destroy()
+        engine.destroy()
+    (line,) = about_pictures(lines)
+    assert "training ended after 1 of the 3 steps" in line and "memory_picture.step" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -317,62 +291,68 @@ def test_several_engines_record_one_after_the_other(ranks, tmp_path):
     assert files == ["step1-rank0-2.json", "step1-rank0.json", "step2-rank0.json"]
 
 
-def test_another_profiler_is_left_alone(ranks, tmp_path):
+@on_ranks(2)
+def test_another_profiler_is_left_alone(tmp_path):
     """Recording would stop the profiler of the user's."""
-    for lines, works in ranks(2).run(beside_another_profiler, dataclasses.replace(CASE, accumulation=1), tmp_path):
-        assert works
-        assert len(lines) == 1 and "profiler" in lines[0]
-
-
-def refusals(folder):
-    """Returns what engines say that cannot record."""
-    from deepspeed import comm
-
-    said = []
-    # Where one rank alone raised, the others would wait for it.
-    of_rank = f"{folder}/file/below" if dist.get_rank() == 1 else str(folder)
-    for more in (
-        {"zero_optimization": {"stage": 0}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-        {"zero_optimization": {"stage": 3}},
-        {"compile": {"memory_picture": {"folder": of_rank}}},
-        {"compile": {"memory_picture": {"folder": str(folder), "step": 0}}},
-        # As is advised, beside DeepSpeed's log of communication.
-        {
-            "compile": {"memory_picture": {"folder": f"{folder}/other", "step": 1}},
-            "comms_logger": {"enabled": True},
-        },
-    ):
-        picture = {"memory_picture": {"folder": str(folder)}}
-        try:
-            engine_by_configuration(build(CASE), False, **{"compile": picture, **more}).destroy()
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    # DeepSpeed has one log for all engines.
-    comm.comm.comms_logger.enabled = False
-    # An engine that is refused changes nothing in the process, as ZeRO-3 would.
-    assert torch.nn.functional.linear.__name__ == "linear"
-    return said
+    # The profiler warms up in the step that is to be recorded, and records the next.
+    case = dataclasses.replace(CASE, accumulation=1)
+    with logged(logging.INFO) as lines:
+        engine = make_engine(build(case), with_picture(case, tmp_path, step=1))
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
+            for step in range(2):
+                train(engine, case, step)
+                profiler.step()
+        engine.destroy()
+    assert any(event.name == "deepcompile::step" for event in profiler.events())
+    (line,) = about_pictures(lines)
+    assert "profiler" in line
 
 
 @pytest.mark.options("compile.memory_picture")
 @pytest.mark.follows("and this engine has stage {}; leave {} out", "{}.folder: {}; name another folder")
-def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
+@on_ranks(2)
+def test_what_cannot_be_recorded_is_refused_at_once(tmp_path):
     """A training would find out at its step that it cannot write, hours later.
 
     Or the log, which does not know what ranks gather objects with, would end the process without an error.
     """
+    from deepspeed import comm
+
     (tmp_path / "file").touch()
-    for stage_0, stage_3, unwritable, no_step, advised in ranks(2).run(refusals, tmp_path):
-        for stage, said in ((0, stage_0), (3, stage_3)):
-            assert said == (
-                "compile.memory_picture records engines of ZeRO stage 1 and 2 only, and this engine has stage "
-                f"{stage}; leave compile.memory_picture out, or set zero_optimization.stage to 1 or 2"
-            )
-        assert "compile.memory_picture.folder" in unwritable and "name another folder" in unwritable
-        assert "cannot be written on rank 1" in unwritable
-        assert "memory_picture.step" in no_step
-        assert advised == "nothing"
+    # Where one rank alone raised, the others would wait for it.
+    of_rank = str(tmp_path / "file" / "below" if dist.get_rank() == 1 else tmp_path)
+    raised = []
+    for more in (
+        {"zero_optimization": {"stage": 0}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        {"zero_optimization": {"stage": 3}},
+        {"compile": {"memory_picture": {"folder": of_rank}}},
+        {"compile": {"memory_picture": {"folder": str(tmp_path), "step": 0}}},
+        # As is advised, beside DeepSpeed's log of communication.
+        {
+            "compile": {"memory_picture": {"folder": f"{tmp_path}/other", "step": 1}},
+            "comms_logger": {"enabled": True},
+        },
+    ):
+        picture = {"memory_picture": {"folder": str(tmp_path)}}
+        sections = {"compile": picture, **more}
+        make = functools.partial(engine_by_configuration, build(CASE), False, **sections)
+        raised.append(outcome(lambda make=make: make().destroy()))
+    # DeepSpeed has one log for all engines.
+    comm.comm.comms_logger.enabled = False
+    # An engine that is refused changes nothing in the process, as ZeRO-3 would.
+    assert torch.nn.functional.linear.__name__ == "linear"
+    *of_stages, unwritable, no_step, advised = raised
+    for stage, said in zip((0, 3), of_stages, strict=True):
+        assert said == (
+            "ValueError: compile.memory_picture records engines of ZeRO stage 1 and 2 only, and this engine has stage "
+            f"{stage}; leave compile.memory_picture out, or set zero_optimization.stage to 1 or 2"
+        )
+    assert "compile.memory_picture.folder" in unwritable and "name another folder" in unwritable
+    assert "cannot be written on rank 1" in unwritable
+    assert unwritable.startswith("ValueError: ") and no_step.startswith("ValueError: ")
+    assert "memory_picture.step" in no_step
+    assert advised is None
 
 
 class Broken(importlib.abc.Loader):
@@ -591,22 +571,17 @@ def test_the_memory_of_tensors_that_are_made_of_others():
     assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [1024, 2048, 12]
 
 
-def parameters_of_sharded(case):
-    """Returns the bytes of parameters that a picture would show between steps, and those of this rank's partitions."""
+@on_ranks(2)
+def test_sharded_parameters_are_parameters():
+    """This rank's partition would be in the rest: neither the module nor the flat tensors hold it."""
+    case = Case(model="RepeatedLayers", dtype="bf16", config={"compile": {"shard_parameters": "all"}})
     engine = make_engine(build(case), case)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     engine.step()
     held = sum(size for _, size, name in storages(tensors_of(engine), device().type) if name == data.PARAMETERS)
     partitions = sum(2 * int(numel) for numel in engine.optimizer.partition_size)
     engine.destroy()
-    return held, partitions
-
-
-def test_sharded_parameters_are_parameters(ranks):
-    """This rank's partition would be in the rest: neither the module nor the flat tensors hold it."""
-    case = Case(model="RepeatedLayers", dtype="bf16", config={"compile": {"shard_parameters": "all"}})
-    for held, partitions in ranks(2).run(parameters_of_sharded, case):
-        assert held >= partitions > 0
+    assert held >= partitions > 0
 
 
 def event_of(nanoseconds, name, **fields):

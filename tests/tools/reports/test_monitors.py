@@ -104,8 +104,8 @@ def test_monitors_get_counters_and_peaks(ranks, tmp_path):
 def test_peaks_count_what_the_allocator_does_not(monkeypatch):
     """A peak on GPUs would lack the parameters, where these lie in memory that ranks map."""
     accelerator = mock.Mock(**{"max_memory_allocated.return_value": 100, "max_memory_reserved.return_value": 150})
-    features = [SimpleNamespace(uncounted_bytes=count) for count in (0, 7)]
-    state = SimpleNamespace(reducer=mock.Mock(**{"counters.return_value": {}}), features=features)
+    state = SimpleNamespace(reducer=mock.Mock(**{"counters.return_value": {}}))
+    monkeypatch.setattr(monitors, "mapped_memory", SimpleNamespace(nbytes=7))
     monkeypatch.setattr(monitors, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(monitors, "state_of", lambda engine: state)
     engine = mock.Mock(global_steps=2, global_samples=8, **{"steps_per_print.return_value": 1})

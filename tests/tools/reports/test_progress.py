@@ -25,6 +25,7 @@ from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.models import Block, BlocksWithin
 from support.native import look_built
+from support.on_ranks import on_ranks
 from support.training import REGIONAL, Case, batch
 
 SECONDS = re.compile(r"\d+\.\d s")
@@ -78,7 +79,7 @@ def fails(graph):
     raise NotImplementedError
 
 
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("backend", ["eager"], slow=["inductor"])
 def test_compilations_are_told(ranks, backend):
     """A graph would be left out or told twice, or by each rank."""
     first, other = ranks(2).run(trained, Case(backend=backend, config=REGIONAL), logging.INFO)
@@ -124,11 +125,9 @@ def compile_for_a_second(gm, example_inputs):
     return boxed_nop(gm, example_inputs)
 
 
-def trained_late():
-    """Trains a model whose backward is compiled when it first runs, for a second.
-
-    Returns what was shown, and the seconds for which torch compiled frames, and backwards that first ran.
-    """
+@on_ranks(1)
+def test_a_backward_that_is_compiled_when_it_runs_counts():
+    """The time would lack such backwards, which take longer than the forwards: a third of the time was told."""
     # Where a graph is compiled for one size, torch puts the backward off.
     case = Case(config={"compile": {"regional_compilation": False}}, compile_kwargs={"dynamic": False})
     # Training begins so too, which sets torch's times back.
@@ -137,13 +136,8 @@ def trained_late():
     with mock.patch.object(debugging, "boxed_nop", compile_for_a_second):
         seen = trained(case, logging.WARNING)
     spent = calculate_time_spent()
-    return seen.shown, [spent[name] - before.get(name, 0.0) for name in ("entire_frame_compile", LATE)]
-
-
-def test_a_backward_that_is_compiled_when_it_runs_counts(ranks):
-    """The time would lack such backwards, which take longer than the forwards: a third of the time was told."""
-    ((shown, (frames, backwards)),) = ranks(1).run(trained_late)
-    told = float(re.search(r"compiling took ([\d.]+) s", shown[-1])[1])
+    frames, backwards = (spent[name] - before.get(name, 0.0) for name in ("entire_frame_compile", LATE))
+    told = float(re.search(r"compiling took ([\d.]+) s", seen.shown[-1])[1])
     assert backwards >= 1 and abs(told - (frames + backwards)) < 0.1, (told, frames, backwards)
 
 

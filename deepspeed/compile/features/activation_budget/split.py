@@ -64,16 +64,13 @@ def _copy(joint: GraphModule, buffers: Collection[int]) -> None:
         reads = [user for user in node.users if user.target is not torch.ops.aten.copy_.default]
         if index_of(node) not in buffers or not reads:
             continue
-        with joint.graph.inserting_before(_first_behind_inputs(joint.graph)):
+        behind_inputs = next(node for node in joint.graph.nodes if node.op != "placeholder")
+        with joint.graph.inserting_before(behind_inputs):
             copied = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
         copied.meta["val"] = node.meta["val"].clone()
         copied.meta[_IS_KEPT] = True
         node.replace_all_uses_with(copied, delete_user_cb=reads.__contains__)
     joint.recompile()
-
-
-def _first_behind_inputs(graph: Graph) -> Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def _partitioner():

@@ -76,7 +76,7 @@ class _CompiledForwards:
     """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had."""
 
     def __init__(self, backend: Callable, compile_kwargs: Dict[str, Any]):
-        self._backend, self._compile_kwargs = backend, _for_torch(compile_kwargs)
+        self._backend, self._compile_kwargs = backend, compile_kwargs
         # (class, id of a forward) -> the compiled function, and the forward, which keeps its id from being reused.
         self._made: Dict[Tuple[Type[Module], int], Tuple[Callable, Any]] = {}
 

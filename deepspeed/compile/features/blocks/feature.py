@@ -89,7 +89,7 @@ class Blocks(Feature):
             logger.info(f"DeepCompile compiles the model as a whole, because {why_whole}")
         compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": context.backend})
         # warnings() has already warned of the current hooks.
-        self._told_of_hooks = any(_hooks_that_end_graphs(module, blocks))
+        self._warned_of_hooks = any(_hooks_that_end_graphs(module, blocks))
         self._compilations = 0
 
     @property
@@ -132,7 +132,7 @@ class Blocks(Feature):
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         self._limit.stop_if_exceeded()
-        if self._told_of_hooks:
+        if self._warned_of_hooks:
             return
         # A later hook makes Dynamo compile again. Look for hooks only after a compilation: a model has many modules.
         compilations = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
@@ -140,7 +140,7 @@ class Blocks(Feature):
         if compilations != self._compilations and module is not None:
             self._compilations = compilations
             for sentence in _hooks_that_end_graphs(module, self.blocks):
-                self._told_of_hooks = True
+                self._warned_of_hooks = True
                 warn(f"DeepCompile: {sentence}")
 
 

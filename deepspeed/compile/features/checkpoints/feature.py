@@ -3,7 +3,7 @@
 """Checkpoints of DeepSpeed's, and links of parameters with master weights and states. Every engine has this part."""
 
 import weakref
-from typing import TYPE_CHECKING, Any, Container, ContextManager, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Tuple
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -11,12 +11,9 @@ from ...zero_1_and_2.feature import Feature, SetUpContext
 from ...zero_1_and_2.parameter.carrier import carrier_of, carriers_of
 from ...zero_1_and_2.step.optimizer import attached
 from .in_base_order import InBaseOrder
-from .interrupted import InterruptedStep
 from .linked_states import LinkedStates
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
     # attach() puts the mixin before this class at run time.
     from ...zero_1_and_2.step.optimizer import StepLocalGradients as _NextClass
 else:
@@ -27,17 +24,13 @@ class SavedBetweenSteps(_NextClass):
     """The methods of the base's ZeRO-1/2 optimizer that save, load and move elements, of an engine that trains."""
 
     @property
-    def _part(self) -> "Checkpoints":
+    def _links(self) -> LinkedStates:
         part = self._deepcompile.find(Checkpoints)
         assert part is not None
-        return part
-
-    @property
-    def _links(self) -> LinkedStates:
-        return self._part.links
+        return part.links
 
     def state_dict(self) -> Dict[str, Any]:
-        self._part.refuse()
+        self._deepcompile.refuse_after_interruption()
         if self in attached:
             # A set-up that failed half-way may have left master weights in two forms.
             self._deepcompile.refuse()
@@ -50,7 +43,7 @@ class SavedBetweenSteps(_NextClass):
         self._links.forget_places()
         self._links.link_again(self)
         # All parameters have the checkpoint's values now, and a new step begins.
-        self._part.interrupted.forget()
+        self._deepcompile.forget_interruption()
         self._deepcompile.backward.begin_anew()
         self._deepcompile.backward.drop_step()
 
@@ -90,7 +83,6 @@ class Checkpoints(Feature):
 
     Attributes:
         links: of parameters with states.
-        interrupted: refuses to go on after a step that an exception ended while it changed parameters.
     """
 
     in_our_order: Optional[type] = InBaseOrder
@@ -98,18 +90,10 @@ class Checkpoints(Feature):
 
     def __init__(self, context: SetUpContext):
         self.links, self._optimizer = LinkedStates(), weakref.ref(context.optimizer)
-        self.interrupted = InterruptedStep()
-        context.undo.callback(self.interrupted.forget)
 
     def commit(self) -> None:
         # If the optimizer has stepped, the base has linked states in its own way, which the links would keep.
         self.links.link_again(self._optimizer())
-
-    def refuse(self) -> None:
-        self.interrupted.refuse()
-
-    def around_update(self, engine: "Optional[DeepSpeedEngine]") -> ContextManager:
-        return self.interrupted.changing_parameters(engine)
 
 
 FEATURE = Checkpoints

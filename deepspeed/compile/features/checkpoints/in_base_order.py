@@ -30,7 +30,7 @@ LOST = (
 class InBaseOrder(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that save, load and link elements."""
 
-    # Of the base.
+    # Attributes of the base's optimizer.
     single_partition_of_fp32_groups: List[torch.Tensor]
     bit16_groups_flat: List[torch.Tensor]
     _is_loading = False
@@ -207,9 +207,10 @@ class InBaseOrder(EvenOrder):
     def _take_states(self):
         """Puts states that are in the base's order into ours."""
         for group, order in enumerate(self.base_orders):
-            state, numels = self._state_of(group), (order.numel, order.layout.partition_numel)
             if group in self.whole_states:
                 continue
+            state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][0], {})
+            numels = order.numel, order.layout.partition_numel
             in_shards = [name for name in state if str(name).startswith(IN_SHARDS)]
             is_lost = not set(_uncut(state, *numels)) <= {*in_shards}
             for name in in_shards:
@@ -222,9 +223,6 @@ class InBaseOrder(EvenOrder):
                 state.clear()
             for name in _per_element(state, *numels):
                 state[name] = order.to_even(state[name], state[name].device)
-
-    def _state_of(self, group):
-        return self.optimizer.state.get(self.optimizer.param_groups[group]["params"][0], {})
 
     def _states(self):
         """Yields (order, master weights, state, names of those that have a value for each element) of groups."""

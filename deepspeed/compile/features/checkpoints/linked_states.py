@@ -68,18 +68,15 @@ class LinkedStates:
         The links are views of the states, and would keep the device memory of states that move.
         """
         if not are_on_host:
-            self._note_states_on_host(optimizer)
+            self._on_host = [
+                (state, name)
+                for state in optimizer.optimizer.state.values()
+                for name, value in state.items()
+                if torch.is_tensor(value) and value.is_cpu
+            ]
         for links in links_of(optimizer):
             if links.optim_fragment is not None:
                 links.optim_fragment.clear()
-
-    def _note_states_on_host(self, optimizer):
-        self._on_host = [
-            (state, name)
-            for state in optimizer.optimizer.state.values()
-            for name, value in state.items()
-            if torch.is_tensor(value) and value.is_cpu
-        ]
 
     def return_to_host(self) -> None:
         """Called when the base has moved every tensor to the device.

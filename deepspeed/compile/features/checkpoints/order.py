@@ -6,9 +6,10 @@ In memory each rank has a shard of each parameter (``layout.py``). When an optim
 exchange elements, so that a checkpoint is one of DeepSpeed's.
 """
 
-from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, NamedTuple, Tuple, Union
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Tuple, Union
 
 import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -16,9 +17,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ...zero_1_and_2.layout import Layout
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Elements of all ranks' partitions that are exchanged at once.
 EXCHANGED_NUMEL = 2**24
@@ -54,12 +52,11 @@ class BaseOrder:
         process_group, device: of the exchange.
 
     Attributes:
-        layout, firsts: as above.
         numel: elements of a partition of the base, with padding.
     """
 
     def __init__(
-        self, layout: Layout, firsts: List[int], alignment: int, process_group: "ProcessGroup", device: torch.device
+        self, layout: Layout, firsts: List[int], alignment: int, process_group: ProcessGroup, device: torch.device
     ):
         self.layout, self.firsts, self._group, self._device = layout, firsts, process_group, device
         self._end = max((first + place.numel for first, place in zip(firsts, layout.places, strict=True)), default=0)
@@ -98,10 +95,8 @@ class BaseOrder:
         All ranks call it. ``values``: one for each element of this rank's partition in memory, 1-D.
         """
         result = self._room(self.numel, 0, values.dtype, device)
-        own = (self.layout.rank,)
-        sent = ((span.base, span.in_base, span.in_even, span.numel) for span in self.spans_of_even(*own))
-        awaited = ((span.even, span.in_base, span.in_base, span.numel) for span in self.spans_of_base(*own))
-        self._exchange(values, sent, result, awaited)
+        of_even, of_base = self._entries()
+        self._exchange(values, of_even, result, of_base)
         return result
 
     def to_even(self, values: torch.Tensor, device: Union[str, torch.device], padding: int = 0) -> torch.Tensor:
@@ -110,11 +105,16 @@ class BaseOrder:
         ``padding``: the value of elements that the base does not have.
         """
         result = self._room(self.layout.partition_numel, padding, values.dtype, device)
-        own = (self.layout.rank,)
-        sent = ((span.even, span.in_base, span.in_base, span.numel) for span in self.spans_of_base(*own))
-        awaited = ((span.base, span.in_base, span.in_even, span.numel) for span in self.spans_of_even(*own))
-        self._exchange(values, sent, result, awaited)
+        of_even, of_base = self._entries()
+        self._exchange(values, of_base, result, of_even)
         return result
+
+    def _entries(self):
+        """Returns the entries of this rank's partition in memory, and those of its partition in the base's order."""
+        rank = self.layout.rank
+        of_even = ((span.base, span.in_base, span.in_even, span.numel) for span in self.spans_of_even(rank))
+        of_base = ((span.even, span.in_base, span.in_base, span.numel) for span in self.spans_of_base(rank))
+        return of_even, of_base
 
     def _room(self, numel, value, dtype, device):
         def allocate():

@@ -47,7 +47,7 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
     """
     if not engine.is_deepcompile_enabled() or engine.is_compiled:
         return
-    _tell_of_other_stages(engine)
+    _log_other_stages(engine)
     if not (torch.is_grad_enabled() or _compiles_before_any_forward(engine)):
         return
     # Disable compilation: a caller's torch.compile would trace this call, and the compiled module would become part of
@@ -84,15 +84,14 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
 
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
-    engine, or if gradients were held before the forward.
+    engine, or if gradients were held before the forward. Warns once of a step in evaluation mode, by whomever and
+    whenever the engine is compiled.
     """
+    if not engine.module.training:
+        _warn_of_evaluation_mode(engine)
     if engine.is_compiled or _is_left_to_caller(engine):
         return
     if not in_own_thread(_waits_on_any_rank, engine):
-        if not engine.module.training:
-            warn(
-                "The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first"
-            )
         _compile(engine, "after its first step")
 
 
@@ -107,7 +106,7 @@ def note_arguments(
     Raises:
         ValueError: if ``compile_kwargs`` are no dict.
     """
-    _tell_of_other_stages(engine)
+    _log_other_stages(engine)
     if not isinstance(compile_kwargs, (dict, type(None))):
         raise ValueError(
             f"compile_kwargs={compile_kwargs!r} is not a dict of arguments of torch.compile; pass one, or leave it out"
@@ -127,12 +126,12 @@ def note_arguments(
     return compile_kwargs
 
 
-def _tell_of_other_stages(engine):
+def _log_other_stages(engine):
     """Logs once, for an engine of another stage, what the key ``deepcompile`` does there."""
     stage = engine.zero_optimization_stage()
-    if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_told_of_its_stage", False):
+    if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_has_logged_its_stage", False):
         return
-    engine._told_of_its_stage = True
+    engine._has_logged_its_stage = True
     # An engine without an optimizer does not train, and an engine of AutoSP or AutoTP runs its own passes.
     if engine.optimizer is None or engine.uses_parallelization_pass_only():
         return
@@ -143,6 +142,12 @@ def _tell_of_other_stages(engine):
     )
     # A caller's torch.compile must not trace the logging.
     torch.compiler.disable(log_notice)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
+
+
+def _warn_of_evaluation_mode(engine):
+    if is_set_up_by_compile(engine) and not getattr(engine, "_has_warned_of_evaluation", False):
+        engine._has_warned_of_evaluation = True
+        warn("The model trains in evaluation mode, without dropout; if that is not meant, call engine.train() first")
 
 
 def _is_left_to_caller(engine):

@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets the native carrier of copy engines up for a process group."""
 
-from typing import TYPE_CHECKING, Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ...zero_1_and_2.parameter.carrier import Awaitable, Collectives
 from .mapped import mapped, shared_words
 from .native import native
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # The staging of gradients in bytes, on each GPU for each process group, and its slots. While peers pull from
 # one slot, others are filled.
@@ -57,7 +55,7 @@ class CopyEngineCarrier:
 
     def __init__(
         self,
-        group: "ProcessGroup",
+        group: ProcessGroup,
         device: torch.device,
         timeout: Optional[float] = None,
         maps_flat: bool = True,
@@ -113,7 +111,7 @@ class CopyEngineCarrier:
         self._flats.append((begin, begin + flat.tensor.nbytes, flat.handle))
         return flat.tensor
 
-    def beside(self, process_group: "ProcessGroup") -> "CopyEngineCarrier":
+    def beside(self, process_group: ProcessGroup) -> "CopyEngineCarrier":
         """Returns this carrier: gathers and reductions wait for signals of their own. What lies elsewhere goes by
         collectives of ``process_group``."""
         self._collectives = Collectives(process_group)
@@ -165,7 +163,7 @@ class CopyEngineCarrier:
                 raise RuntimeError("the copied bytes are wrong")
 
 
-def timeout_of(group: "ProcessGroup", device: torch.device) -> float:
+def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Returns the timeout of a process group in seconds."""
     backend = group._get_backend(device)
     backend = getattr(backend, "wrapped_pg", backend)

@@ -11,7 +11,6 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.carrier import carriers_of
 from .carrier import CopyEngineCarrier, device_bytes
-from .mapped import mapped_bytes
 from .possible import why_impossible, why_not_here
 
 if TYPE_CHECKING:
@@ -63,10 +62,6 @@ class CopyEngines(Feature):
                 f"DeepCompile: copy engines carry gradients and parameters between the GPUs of this host, through "
                 f"{mib:.0f} MiB on each (compile.copy_engines)"
             )
-
-    @property
-    def uncounted_bytes(self) -> int:
-        return mapped_bytes()
 
     def _carrier_for(self, group, device):
         reason = why_not_here(group, device)

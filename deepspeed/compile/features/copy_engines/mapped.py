@@ -6,13 +6,13 @@ import contextlib
 import mmap
 import os
 import tempfile
-from typing import TYPE_CHECKING, Iterator, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Iterator, List, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.parameter.carrier import mapped_memory
 from .native import native
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 # Files that processes of one host share and that lie in memory.
 SHARED = "/dev/shm"
-# Weak references to the memory of mapped(), and its bytes. A tensor may get other memory, and its own another tensor.
-_alive: List[Tuple[StorageWeakRef, int]] = []
 # Torch reads this variable. A program that uses NVLink's multicast can take the GPUs of others out of service.
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
@@ -53,19 +51,8 @@ def mapped(numel: int, dtype: torch.dtype, device: torch.device, group: "Process
         handle = symmetric_memory.rendezvous(tensor, group)
         addresses = [handle.get_buffer(rank, (numel,), dtype).data_ptr() for rank in range(dist.get_world_size(group))]
     addresses[dist.get_rank(group)] = tensor.data_ptr()
-    count(tensor)
+    mapped_memory.add(tensor)
     return Mapped(tensor, addresses, handle)
-
-
-def count(tensor: torch.Tensor) -> None:
-    """Makes :func:`mapped_bytes` count the memory of a tensor as long as it lives."""
-    _alive.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
-
-
-def mapped_bytes() -> int:
-    """Returns the bytes that this process holds by :func:`mapped`. Torch's allocator does not count them."""
-    _alive[:] = [(memory, nbytes) for memory, nbytes in _alive if not memory.expired()]
-    return sum(nbytes for _, nbytes in _alive)
 
 
 def shared_words(group: "ProcessGroup") -> torch.Tensor:

@@ -4,15 +4,13 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, List, Optional
+from typing import List, Optional
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # A machine has another text there after each start.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -31,22 +29,19 @@ def why_impossible(world: int) -> str:
     return ""
 
 
-def why_not_here(group: "ProcessGroup", device: torch.device) -> str:
+def why_not_here(group: ProcessGroup, device: torch.device) -> str:
     """Returns why copy engines cannot carry for a process group, or "". All ranks of the group call it, and get the
     same answer."""
     told: List[Optional[tuple]] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, (_boot(), why_not_on_this_rank(group, device)), group)
+    boot = BOOT.read_text().strip() if BOOT.is_file() else os.uname().nodename
+    dist.all_gather_object(told, (boot, why_not_on_this_rank(group, device)), group)
     boots, problems = zip(*[one for one in told if one is not None], strict=True)
     if len(set(boots)) > 1:
         return "ranks are on several hosts"
     return next(filter(None, problems), "")
 
 
-def _boot() -> str:
-    return BOOT.read_text().strip() if BOOT.is_file() else os.uname().nodename
-
-
-def why_not_on_this_rank(group: "ProcessGroup", device: torch.device) -> str:
+def why_not_on_this_rank(group: ProcessGroup, device: torch.device) -> str:
     """Returns why copy engines of this rank cannot carry, or ""."""
     if device.type != "cuda":
         return "parameters are not on GPUs"

@@ -14,18 +14,16 @@ gradients, and owners send back those of updates.
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout
 from ..checkpoints.order import base_orders
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 MOMENTUM = "momentum_buffer"
 # Elements of matrices of one shape that are orthogonalized together: 64 MiB in bf16, as large as a bucket.
@@ -69,7 +67,7 @@ def is_muon(optimizer: torch.optim.Optimizer) -> bool:
     return f"{cls.__module__}.{cls.__name__}" == "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
 
 
-def matrices_of(optimizer: "DeepSpeedZeroOptimizer", layouts: List[Layout]) -> Dict[int, List[Matrix]]:
+def matrices_of(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout]) -> Dict[int, List[Matrix]]:
     """Returns the matrices of each parameter group that Muon orthogonalizes, by the group's index, in flat order.
 
     Empty if the optimizer is not DeepSpeed's Muon.
@@ -117,7 +115,7 @@ class Orthogonalizer:
         self.groups = matrices.keys()
 
     @torch.no_grad()
-    def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+    def run(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Writes updates over the gradients in ``averaged_gradients``, and the new momentum. Called on every rank.
 
         Raises:

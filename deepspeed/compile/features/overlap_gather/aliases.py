@@ -21,7 +21,7 @@ class Aliases:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer):
         self._optimizer = weakref.ref(optimizer)
-        # Of each group, how many tensors beside parameters were known at the last look.
+        # How many tensors beside parameters each group had at the last look.
         self._others: List[int] = [0] * len(optimizer.bit16_groups_flat)
 
     def exist(self) -> bool:

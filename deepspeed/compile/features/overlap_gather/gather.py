@@ -8,12 +8,13 @@ parameters that have arrived, so ``feature.py`` waits before compiled code runs.
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, List, Set, Tuple
+from typing import Any, Container, Dict, Iterable, List, Set, Tuple
 
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, layouts_of
@@ -21,9 +22,6 @@ from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .aliases import Aliases
 from .arriving import Arrival, can_be_marked, mark, unmark
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 ALIASED = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
@@ -53,7 +51,7 @@ class OverlappedGather(AllGather):
 
     def __init__(
         self,
-        optimizer: "DeepSpeedZeroOptimizer",
+        optimizer: DeepSpeedZeroOptimizer,
         layouts: List[Layout],
         units: List[List[Parameter]],
         unseen: Container[int] = (),
@@ -102,31 +100,25 @@ class OverlappedGather(AllGather):
         return spans_of(self._runs[0][group], layouts_of(self._optimizer())[group].world)
 
     def start_first(self) -> None:
-        """Called on every rank when the first unit has its new values, at any time before :meth:`start`.
-
-        Raises:
-            DistBackendError: if a collective failed, for example because another rank died.
-        """
+        """Called on every rank when the first unit has its new values, at any time before :meth:`start`."""
         self.wait_all()
         with collective(PURPOSE):
-            self._note_sent(0, self._gather(0))
+            self._send(0)
         self._sent_first = True
 
     def start(self) -> None:
-        """Called on every rank when the partitions hold their new values. Returns while parameters are being sent.
-
-        Raises:
-            DistBackendError: if a collective failed, for example because another rank died.
-        """
+        """Called on every rank when the partitions hold their new values. Returns while parameters are being sent."""
         if not self._sent_first:
             self.start_first()
         self._sent_first = False
         with collective(PURPOSE):
             for index in range(1, len(self._runs)):
-                self._note_sent(index, self._gather(index))
+                self._send(index)
         self.wait(sorted(self._works) if self._has_aliases else self._not_overlapped)
 
-    def _note_sent(self, unit, works):
+    def _send(self, unit):
+        """Begins to send a unit, and makes readers of its parameters wait."""
+        works = [work for group, runs in enumerate(self._runs[unit]) if runs for work in self.begin(group, runs)]
         if not works:
             return
         self._works[unit], self._stream = works, get_accelerator().current_stream()
@@ -135,10 +127,6 @@ class OverlappedGather(AllGather):
 
     def _living(self, unit):
         return [parameter for reference in self._parameters[unit] if (parameter := reference()) is not None]
-
-    def _gather(self, unit):
-        """Returns what to wait for until one unit is gathered."""
-        return [work for group, runs in enumerate(self._runs[unit]) if runs for work in self.begin(group, runs)]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
         """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""
@@ -149,9 +137,6 @@ class OverlappedGather(AllGather):
 
         Then the parameters have their own class again, so the stream on which the units were sent must wait too: it
         may read the parameters next.
-
-        Raises:
-            DistBackendError: if the parameters could not be received.
         """
         if self._works:
             with self._lock:
@@ -202,11 +187,7 @@ class OverlappedGather(AllGather):
             self.wait(sorted(self._works))
 
     def close(self) -> None:
-        """Waits for every unit, and restores the class of all parameters, even if some cannot be received.
-
-        Raises:
-            DistBackendError: if the parameters could not be received.
-        """
+        """Waits for every unit, and restores the class of all parameters, even if some cannot be received."""
         try:
             self.wait_all()
         finally:

@@ -63,13 +63,16 @@ def _are_left_out(dynamo):
 
 @contextlib.contextmanager
 def all_guards() -> Iterator[None]:
-    """Within it, guards of code that is compiled read the class of parameters."""
+    """Within it, guards of compiled code read the class of parameters."""
     dynamo = torch._dynamo.config
     if gate.users == 0:
         gate.option_before = getattr(dynamo, _OPTION)
-    gate.users += 1
     if _are_left_out(dynamo):
+        if gate.users == 0 and gate.option_before:
+            # Guards of code that was compiled before leave the class out. Compile that code anew at its next call.
+            torch._dynamo.reset_code_caches()
         setattr(dynamo, _OPTION, False)
+    gate.users += 1
     try:
         yield
     finally:

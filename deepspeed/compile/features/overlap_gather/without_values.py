@@ -17,7 +17,8 @@ _FUNCTIONS = (
     "_has_compatible_shallow_copy_type",
 )
 _METHODS = (
-    *("size", "dim", "ndimension", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "__len__"),
+    # Not "dim", nor "ndimension", for which torch says "dim": vmap() calls it before it reads values past the class.
+    *("size", "nelement", "stride", "storage_offset", "element_size", "is_contiguous", "__len__"),
     *("dim_order", "is_pinned", "is_shared"),
     *("new_zeros", "new_ones", "new_empty", "new_empty_strided"),
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "requires_grad_"),

@@ -24,7 +24,6 @@ from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.arriving import is_traced
 from ..overlap_gather.without_values import WITHOUT_VALUES
-from .private_torch import address_of, change_class, without_torch_function
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -40,8 +39,8 @@ _SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
 _PLACES = {"data_ptr", "storage", "_typed_storage"}
 # Attributes that are tensors of the parameter's values.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
-# The attribute of a tensor at rest that says whose values it stands for.
-_SHARE = "_share_at_rest"
+# The attribute of a tensor at rest that has its :class:`_ParamRef`.
+_SHARD = "_shard_at_rest"
 # How many calls lie at most between a module that is moved and a function of its parameter.
 CALLS_WITHIN = 8
 # The module of torch's that has get_model_state_dict().
@@ -49,7 +48,7 @@ CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 class _ParamRef:
-    """Whose values a tensor at rest stands for.
+    """The parameter for whose values a tensor at rest stands.
 
     Args:
         name: of the parameter.
@@ -57,7 +56,7 @@ class _ParamRef:
 
     Attributes:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
-        kept: who gathers the parameter, when the engine is gone that had it.
+        kept: the objects that gather the parameter, kept when its engine is gone.
     """
 
     def __init__(self, name: str, unit: Any):
@@ -109,13 +108,13 @@ class _ParamRef:
         return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
 
     def of_copy(self) -> "_ParamRef":
-        """Returns whose values a copy stands for."""
+        """Returns the reference for a copy of the parameter."""
         of_copy = copy.copy(self)
         of_copy.is_copy = True
         return of_copy
 
     def refusal(self, what: str, of: "Callable[[str, str], RuntimeError]") -> RuntimeError:
-        """Returns an error of who reads a tensor at rest.
+        """Returns the error for code that reads a tensor at rest.
 
         Args:
             what: what cannot be done with it.
@@ -133,7 +132,7 @@ class _ParamRef:
         return of(self.name, what)
 
     def refusal_without_others(self, what: str) -> RuntimeError:
-        """Returns the error where :meth:`gather_with_all` has not gathered the parameter. ``what`` as above."""
+        """Returns the error where :meth:`gather_with_all` has not gathered it. ``what``: as for :meth:`refusal`."""
         # A rank that compiles does not wait for others, which may have compiled this code before.
         return self.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
 
@@ -148,7 +147,7 @@ def refusal(name: str, what: str) -> RuntimeError:
 
 
 def refusal_alone(name: str, what: str) -> RuntimeError:
-    """Returns the error of who reads a parameter at rest that others do not read."""
+    """Returns the error for a rank that reads a parameter at rest which other ranks do not read."""
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} by some ranks "
         "alone; do it on all ranks, or within `with unsharded_parameters(engine):` of "
@@ -157,7 +156,7 @@ def refusal_alone(name: str, what: str) -> RuntimeError:
 
 
 def refusal_to_compile(name: str, what: str) -> RuntimeError:
-    """Returns the error of who compiles code of the caller's that reads a parameter at rest."""
+    """Returns the error for a caller's compiled code that reads a parameter at rest."""
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; "
         "call that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
@@ -166,7 +165,7 @@ def refusal_to_compile(name: str, what: str) -> RuntimeError:
 
 
 def refusal_to_save(name: str, what: str) -> RuntimeError:
-    """Returns the error of who saves a parameter at rest."""
+    """Returns the error for code that saves a parameter at rest."""
     return RuntimeError(
         f"{refusal(name, what)}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
         "get_state_dict(), which all ranks call"
@@ -202,18 +201,18 @@ class Resharded(_NextClass):
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
         with contextlib.ExitStack() as stack:
-            share = vars(self)[_SHARE]
-            if not share.gather(stack) and not share.gather_with_all(stack):
-                raise share.refusal_without_others("copied")
-            return copy.deepcopy(share.values() if isinstance(self, Resharded) else self, memo)
+            shard = vars(self)[_SHARD]
+            if not shard.gather(stack) and not shard.gather_with_all(stack):
+                raise shard.refusal_without_others("copied")
+            return copy.deepcopy(shard.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        share = vars(self)[_SHARE]
+        shard = vars(self)[_SHARD]
         with contextlib.ExitStack() as stack:
-            # Not if all ranks do this: who pickles reads the memory later.
-            if not share.gather(stack):
-                raise share.refusal("saved", refusal_to_save)
-            return share.values().__reduce_ex__(protocol)
+            # Do not gather with all ranks: pickle reads the memory later.
+            if not shard.gather(stack):
+                raise shard.refusal("saved", refusal_to_save)
+            return shard.values().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -224,13 +223,13 @@ class Resharded(_NextClass):
             if accessed not in _VALUES and accessed != "data":
                 return _access(function, name, args)
             if name == "__set__" and _is_moved(*args):
-                # Such as by `module.cpu()`, which trainers call at their end. There is nothing to move.
+                # Trainers call `module.cpu()` at their end. There is nothing to move.
                 return None
             name = accessed
         elif isinstance(first, Resharded):
-            share = vars(first)[_SHARE]
+            shard = vars(first)[_SHARD]
             if name == "__repr__":
-                return f"{type(first).__name__}({share.name}, {_plain(tuple, first.shape)}, {first.dtype})"
+                return f"{type(first).__name__}({shard.name}, {_plain(tuple, first.shape)}, {first.dtype})"
             if name == "requires_grad_":
                 first.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 return first
@@ -241,10 +240,10 @@ class Resharded(_NextClass):
         ):
             return _plain(function, *args, **kwargs)
         at_rest = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Resharded)]
-        shares = [vars(leaf)[_SHARE] for leaf in at_rest]
+        shards = [vars(leaf)[_SHARD] for leaf in at_rest]
         with contextlib.ExitStack() as stack:
-            if all([share.gather(stack) for share in shares]):
-                return _call_with_values(function, (args, kwargs), at_rest, shares)
+            if all([shard.gather(stack) for shard in shards]):
+                return _call_with_values(function, (args, kwargs), at_rest, shards)
             if isinstance(first, Resharded):
                 if name in _SAME_VALUES:
                     same = _call_at_rest(first, function, args, kwargs)
@@ -253,32 +252,32 @@ class Resharded(_NextClass):
                 if name == "data" and function.__name__ == "__get__":
                     return _alias(first)
                 if name == "copy_" and not isinstance(args[1], Resharded):
-                    vars(first)[_SHARE].write(args[1].detach())
+                    vars(first)[_SHARD].write(args[1].detach())
                     return first
             what = f"read or changed ({name})"
             # What a module becomes when it is cast is nothing that a unit gathers.
             if name in _PLACES or _moves_module():
-                raise shares[0].refusal(what, refusal)
-            for share in shares:
-                if not share.gather_with_all(stack):
-                    raise share.refusal_without_others(what)
-            return _call_with_values(function, (args, kwargs), at_rest, shares)
+                raise shards[0].refusal(what, refusal)
+            for shard in shards:
+                if not shard.gather_with_all(stack):
+                    raise shard.refusal_without_others(what)
+            return _call_with_values(function, (args, kwargs), at_rest, shards)
 
 
 def _is_moved(tensor, other):
     """Whether another tensor at rest stands for the values of a tensor at rest, in the same format, on any device."""
     if not (isinstance(tensor, Resharded) and isinstance(other, Resharded)) or other.dtype != tensor.dtype:
         return False
-    share, others = vars(tensor)[_SHARE], vars(other)[_SHARE]
-    return (share.unit, share.name) == (others.unit, others.name) and not share.is_copy
+    shard, others = vars(tensor)[_SHARD], vars(other)[_SHARD]
+    return (shard.unit, shard.name) == (others.unit, others.name) and not shard.is_copy
 
 
-def _call_with_values(function, arguments, at_rest, shares):
-    """Calls a function with values in place of what was at rest. ``shares``: whose values these are."""
+def _call_with_values(function, arguments, at_rest, shards):
+    """Calls a function with values in place of what was at rest. ``shards``: the references of ``at_rest``."""
     values = {
         # A parameter itself is none at rest any more.
-        id(tensor): share.values() if isinstance(tensor, Resharded) else tensor
-        for tensor, share in zip(at_rest, shares)
+        id(tensor): shard.values() if isinstance(tensor, Resharded) else tensor
+        for tensor, shard in zip(at_rest, shards)
     }
     before = {key: _memory_of(value) for key, value in values.items()}
     args, kwargs = tree_map(lambda value: values.get(id(value), value), arguments)
@@ -286,7 +285,7 @@ def _call_with_values(function, arguments, at_rest, shares):
     for tensor in at_rest:
         value = values[id(tensor)]
         if isinstance(tensor, Resharded) and _memory_of(value) != before[id(tensor)]:
-            # Such as by assigning to `data`: it stands for the parameter no longer.
+            # The function has given the tensor other memory, for example by assigning to `data`.
             _replace(tensor, value)
         if result is value:
             # A function that changes its argument returns it.
@@ -297,13 +296,13 @@ def _call_with_values(function, arguments, at_rest, shares):
 def _memory_of(tensor):
     """Says where and how the values of a tensor lie."""
     return [
-        (address_of(plain.untyped_storage()), plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
+        (plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
         for plain in plain_tensors([tensor])
     ]
 
 
 def _replace(alias, values):
-    unit = vars(alias)[_SHARE].unit()
+    unit = vars(alias)[_SHARD].unit()
     if unit is not None:
         unit.memory.forget_alias(alias)
     unmark(alias)
@@ -312,25 +311,25 @@ def _replace(alias, values):
 
 def _access(function, kind, args):
     if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
-        share = vars(args[0])[_SHARE]
-        unit = share.unit()
-        if unit is not None and unit.memory.trains(share.name):
+        shard = vars(args[0])[_SHARD]
+        unit = shard.unit()
+        if unit is not None and unit.memory.trains(shard.name):
             return _plain(function, *args)
         raise RuntimeError(
-            f"parameter {share.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
+            f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
             "requires_grad before the engine is made"
         )
     return _plain(function, *args)
 
 
 def _plain(function, *args, **kwargs):
-    with without_torch_function():
+    with torch._C.DisableTorchFunctionSubclass():
         return function(*args, **kwargs)
 
 
 def _call_at_rest(tensor, function, args, kwargs):
     """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest; None if that is a copy to be read."""
-    share, empty = vars(tensor)[_SHARE], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    shard, empty = vars(tensor)[_SHARD], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     made = _plain(function, empty, *args[1:], **kwargs)
     if made is empty or function.__name__ == "detach":
         return _alias(tensor)
@@ -338,7 +337,7 @@ def _call_at_rest(tensor, function, args, kwargs):
         return None
     copied = torch.empty(tensor.shape, dtype=made.dtype, device=made.device)
     copied.untyped_storage().resize_(0)
-    _put_to_rest(copied, share.of_copy())
+    _put_to_rest(copied, shard.of_copy())
     return copied
 
 
@@ -352,17 +351,19 @@ def _moves_module():
 
 def _alias(tensor):
     """Returns another tensor at rest that stands for the same values."""
-    share, alias = vars(tensor)[_SHARE], _plain(tensor.detach)
-    unit = share.unit()
+    shard, alias = vars(tensor)[_SHARD], _plain(tensor.detach)
+    unit = shard.unit()
     if unit is not None:
         unit.memory.note_alias(alias)
-    _put_to_rest(alias, share)
+    _put_to_rest(alias, shard)
     return alias
 
 
-def _put_to_rest(tensor, share):
-    change_class(tensor, _with_rest(type(tensor)))  # type: ignore[arg-type]
-    vars(tensor)[_SHARE] = share
+def _put_to_rest(tensor, shard):
+    # Modules, optimizers and callers hold the tensor, so it must stay the same object. as_subclass() makes another
+    # one, and torch.utils.swap_tensors() refuses a tensor that has weak references, as those of DeepSpeed.
+    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
+    vars(tensor)[_SHARD] = shard
 
 
 @functools.cache
@@ -375,13 +376,13 @@ def _with_rest(kind):
 
 def stands_for(tensor: Any) -> Tuple[Any, str]:
     """Returns the unit and the name of the parameter for whose values a tensor at rest stands; for others None, ""."""
-    share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
-    return (None, "") if share is None or share.is_copy else (share.unit(), share.name)
+    shard = vars(tensor)[_SHARD] if isinstance(tensor, Resharded) else None
+    return (None, "") if shard is None or shard.is_copy else (shard.unit(), shard.name)
 
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
-    """Returns the error of who cannot do something, such as "saved", with a tensor at rest."""
-    return vars(tensor)[_SHARE].refusal(what, refusal)
+    """Returns the error for a tensor at rest with which something, such as "saved", cannot be done."""
+    return vars(tensor)[_SHARD].refusal(what, refusal)
 
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
@@ -392,12 +393,12 @@ def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
 def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
     """Keeps objects alive as long as a parameter at rest lives."""
     if isinstance(parameter, Resharded):
-        vars(parameter)[_SHARE].kept = owners
+        vars(parameter)[_SHARD].kept = owners
 
 
 def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_resharded`."""
     if isinstance(parameter, Resharded):
-        change_class(parameter, parameter.gathered_class)
+        parameter.__class__ = parameter.gathered_class
         # A pickle of the parameter has all of its attributes.
-        delattr(parameter, _SHARE)
+        delattr(parameter, _SHARD)

@@ -24,7 +24,6 @@ from ...zero_1_and_2.messages import log_info
 from .at_rest import Resharded, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .on_first_rank import OnFirstRank, on_first_rank
-from .private_torch import apply_to_tensors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -82,7 +81,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     if not stays:
         module.to(engine.device)
     else:
-        apply_to_tensors(module, lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+        # Modules such as RNNs override this. Module.to(), which calls it, leaves out no tensor.
+        module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
     for parameter in stays:
         setattr(parameter, BROADCAST_LATER, True)
 
@@ -196,15 +196,12 @@ def _refuse_at_rest(state):
                 raise refusal_of(item, "saved as a part of client_state")
             # Do not look into what has many values. What stands for values of another rank raises by itself.
             has_values = isinstance(item, (torch.Tensor, str, bytes)) and not isinstance(item, OnFirstRank)
-            return True if has_values or _has_numbers(item) else None
+            has_numbers = isinstance(item, numpy.ndarray) and not item.dtype.hasobject
+            return True if has_values or has_numbers else None
 
     with open(os.devnull, "wb") as nowhere:
         # The protocol of torch.save().
         Looks(nowhere, protocol=2).dump(state)
-
-
-def _has_numbers(item):
-    return isinstance(item, numpy.ndarray) and not item.dtype.hasobject
 
 
 def _replaced(item, values, done):
@@ -217,7 +214,7 @@ def _replaced(item, values, done):
         return values[id(item)]
     if id(item) in done or not isinstance(item, (dict, list, tuple)):
         return done.get(id(item), item)
-    # For what holds itself.
+    # An object may hold itself.
     done[id(item)] = item
     entries = item.values() if isinstance(item, dict) else item
     replaced = [_replaced(entry, values, done) for entry in entries]

@@ -6,16 +6,19 @@ import weakref
 from typing import TYPE_CHECKING, Container, Iterator, Optional, Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.timeouts import shorten_timeout
-from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.engine.state import EngineState, state_of
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
+from ...zero_1_and_2.step.even_order import EvenOrder
 from ..blocks.feature import Blocks
 from .generation import synchronize_generation
 from .keep import STEPS_BEFORE, kept_by_default
@@ -23,17 +26,7 @@ from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    # attach() puts the mixin before this class at run time.
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
-
-    from ...zero_1_and_2.engine.state import EngineState
-else:
-    _NextClass = object
 
 _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -41,7 +34,7 @@ _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 class ShardedGather(AllGather):
     """Makes units gather their parameters again when the next forward needs them."""
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", sharded: ShardedBlocks):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, sharded: ShardedBlocks):
         super().__init__(optimizer)
         self._sharded = sharded
 
@@ -62,10 +55,10 @@ class ShardedGather(AllGather):
     before_step = wait_all
 
 
-class GathersInBackward(_NextClass):
+class GathersInBackward(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that begin and end a backward."""
 
-    _deepcompile: "EngineState"
+    _deepcompile: EngineState
 
     def backward_prologue(self) -> None:
         self._deepcompile.find(ShardParameters).sharded.passes.begin_backward()
@@ -73,7 +66,7 @@ class GathersInBackward(_NextClass):
 
     def backward_epilogue(self, *args, **kwargs) -> None:
         # Before this rank waits for gradients of other ranks, which may wait for collectives of this backward. None of
-        # them waits for gradients of this rank there: the reducer holds these until now (`meets_in_backward`).
+        # them waits for gradients of this rank there: the reducer holds these until now (`hold_on_cpu`).
         self._deepcompile.find(ShardParameters).sharded.passes.finish_backward()
         super().backward_epilogue(*args, **kwargs)
 
@@ -121,12 +114,11 @@ class ShardParameters(Feature):
             blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
-    meets_in_backward = True
     optimizer_mixins = (GathersInBackward,)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
-        """Of frozen parameters. Trained ones are the optimizer's partitions."""
+        """This rank's shards of frozen parameters. Those of trained ones are the optimizer's partitions."""
         return self.sharded.shares
 
     def commit(self) -> None:
@@ -151,7 +143,7 @@ def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     return None if part is None else part.sharded
 
 
-def make_group_of_shards(group: "ProcessGroup", device: torch.device) -> None:
+def make_group_of_shards(group: ProcessGroup, device: torch.device) -> None:
     """Makes the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
 
     Engines come and go, but a communicator takes memory and time. All ranks call this when an engine is made: parts

@@ -22,7 +22,6 @@ from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.layout import Layout, layouts_of
 from ...zero_1_and_2.step.even_order import adopt
-from .private_torch import become
 
 PURPOSE = "cut a model on the host"
 # Whether a tensor has no values on any rank, or on a rank other than the first.
@@ -65,7 +64,9 @@ def give_values(module: Module, device: torch.device) -> Set[int]:
     for tensor in tensors.values():
         if tensor.is_meta:
             memory = torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
-            become(tensor, memory)
+            # ``data`` cannot be assigned from the host to the meta device, and torch.utils.swap_tensors() refuses
+            # tensors that have weak references.
+            torch._C._swap_tensor_impl(tensor, memory)
     for name, buffer in buffers.items():
         if lacking[name]:
             values = buffer.to(device).contiguous()

@@ -10,20 +10,18 @@ import contextlib
 import functools
 import inspect
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed import ProcessGroup
 from torch.nn import Module
 
 import deepspeed.comm as dist
 
 from .whole_units import WholeUnits
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
 
 def synchronize_generation(
-    module: Module, whole: WholeUnits, process_group: "ProcessGroup", undo: contextlib.ExitStack
+    module: Module, whole: WholeUnits, process_group: ProcessGroup, undo: contextlib.ExitStack
 ) -> None:
     """Passes ``synced_gpus`` to the models in ``module`` whose ``generate()`` takes it, until ``undo`` is closed.
 
@@ -36,7 +34,7 @@ def synchronize_generation(
     if not 1 < dist.get_world_size(process_group) == dist.get_world_size():
         return
     for model in module.modules():
-        # Of the class, because modules of peft have the attributes of the model within.
+        # Read the class: modules of peft have the attributes of the model within.
         method = getattr(type(model), "generate", None)
         waits = callable(method) and "synced_gpus" in inspect.signature(method).parameters
         # What somebody has put in the method's place may do anything.

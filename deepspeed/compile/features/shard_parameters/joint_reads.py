@@ -9,15 +9,11 @@ for others can end: the first rank that writes the decision decides for all, and
 """
 
 import time
-from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup, distributed_c10d
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
-
-from .private_torch import store_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # Seconds after which a rank says that it waits for others, and after which it takes itself to be alone.
 PATIENCE, LONGEST_WAIT = 10.0, 60.0
@@ -37,7 +33,7 @@ class JointReads:
         process_group: the ranks that share units.
     """
 
-    def __init__(self, process_group: "ProcessGroup"):
+    def __init__(self, process_group: ProcessGroup):
         self._group = process_group
         # Numbers that are equal on all ranks: of steps, and of reads that all ranks agreed to make together.
         self._steps = self._reads = 0
@@ -54,7 +50,8 @@ class JointReads:
             number: of the unit, the same on all ranks and no other unit's.
             name: of its parameter, for the line that says that this rank waits.
         """
-        store = store_of(self._group)
+        # A store of its own would need a free port.
+        store = distributed_c10d._get_process_group_store(self._group)
         key = f"read/{number}/{self._steps}/{self._reads}"
         if store.add(f"{key}/ranks", 1) == dist.get_world_size(self._group):
             decided = store.compare_set(key, "", ALL_READ.decode())

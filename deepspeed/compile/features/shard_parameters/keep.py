@@ -3,17 +3,15 @@
 """How many blocks stay whole from their forward to their backward (``compile.keep_gathered``)."""
 
 import itertools
-from typing import TYPE_CHECKING, Sequence
+from typing import Sequence
 
 import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
 from .unit import Unit
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # After so many steps, memory has been used as in later ones: the second has all optimizer states from its beginning.
 STEPS_BEFORE = 2
@@ -29,7 +27,7 @@ def kept_by_default(ranks: int) -> int:
     return 1 if ranks >= KEEP_LAST_FROM else 0
 
 
-def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device: torch.device) -> int:
+def blocks_that_fit(units: Sequence[Unit], process_group: ProcessGroup, device: torch.device) -> int:
     """Returns how many units, the last ones first, fit into the memory that no rank has needed until now.
 
     All ranks call this, and get the same number.
@@ -43,7 +41,7 @@ def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device
 
 
 def spare_memory(device: torch.device) -> float:
-    """Returns how many bytes of a device nobody has taken. Of a CPU, whose memory other programs use, 0."""
+    """Returns how many bytes of a device nobody has taken: 0 for a CPU, because other programs use its memory."""
     if device.type == "cpu":
         return 0
     # Not what the allocator holds beyond its peak: programs set that peak back for their own measurements.

@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..overlap_gather.without_values import WITHOUT_VALUES
-from .private_torch import without_torch_function
 
 
 class OnFirstRank(torch.Tensor):
@@ -20,14 +19,14 @@ class OnFirstRank(torch.Tensor):
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            with without_torch_function():
+            with torch._C.DisableTorchFunctionSubclass():
                 result = function(*args, **(kwargs or {}))
         except (RuntimeError, TypeError) as error:
             raise _refusal_to_read() from error
         if function in WITHOUT_VALUES:
             return _as_on_first_rank(result)
         # Torch computes much of a tensor with values and one without, and leaves the result unwritten.
-        if any(map(_has_values, tree_leaves((args[:1], result)))):
+        if any(isinstance(item, torch.Tensor) and not item.is_meta for item in tree_leaves((args[:1], result))):
             raise _refusal_to_read()
         return tree_map(_as_on_first_rank, result)
 
@@ -46,10 +45,6 @@ def _refusal_to_read():
         "with compile.shard_parameters only rank 0 gets the values of a state dict that is made to be saved, and "
         "another rank was to read it; read engine.module.state_dict() on all ranks"
     )
-
-
-def _has_values(item):
-    return isinstance(item, torch.Tensor) and not item.is_meta
 
 
 def _as_on_first_rank(item):

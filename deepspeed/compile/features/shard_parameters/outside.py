@@ -31,7 +31,7 @@ from .gather_order import GatherOrder
 from .unit import Unit
 from .whole_units import WholeUnits
 
-# Which part of the largest block's bytes a parameter has at least that is not kept whole on every rank.
+# A parameter with at least this part of the largest block's bytes is not kept whole on every rank.
 LARGE_PART = 1 / 8
 
 
@@ -84,7 +84,7 @@ def _beside_blocks(parameters, module, blocks):
     they read several together.
     """
     callers = sorted(parents_of(module, blocks), key=lambda caller: len(list(caller.modules())), reverse=True)
-    # Of callers within each other, the innermost one.
+    # If callers lie within each other, take the innermost one.
     caller_of = {id(part): caller for caller in callers for part in caller.modules() if part not in callers}
     holders = _holders(module, blocks)
     for parameter in parameters:
@@ -125,7 +125,7 @@ class OutsideUnits:
         self.beside: Dict[int, Dict[int, List[Unit]]] = defaultdict(lambda: defaultdict(list))
         for caller, layer, parameter in _beside_blocks(units, module, blocks):
             self.beside[id(caller)][id(layer)].append(units[parameter])
-        # Which units are gathered when a forward begins, and when the modules that call blocks have run.
+        # The units to gather when a forward begins, and those to gather when the modules that call blocks have run.
         self._first, self._last = ([units[weight] for weight in read] for read in read_times(units, module, blocks))
         # How many calls of the model are under way, and whether blocks have run in the last one.
         self._forwards = 0

@@ -16,7 +16,6 @@ from ..overlap_gather.arriving import is_traced
 from .at_rest import refusal
 from .comparison import BEGINNING, END, PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
-from .private_torch import call_after_backward, trace_again
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -88,13 +87,13 @@ class Passes:
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
-        call, current = functools.partial(call, block), self._order_with(unit)
+        call, current = functools.partial(call, block), self._active_pass_for(unit)
         if current is not None:
-            return self._within(current, unit, call, args, kwargs)
+            return self._run_unsharded(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
         return self._call(GatherOrder(self.whole, [unit], is_of_block=True), unit, call, args, kwargs)
 
-    def _order_with(self, unit):
+    def _active_pass_for(self, unit):
         """Returns the pass or the backward that is under way and has a place for a unit, or None."""
         # What runs in a backward is computed again, because it is checkpointed.
         for current in (*self.under_way[-1:], self._backward if in_backward() else None):
@@ -109,7 +108,7 @@ class Passes:
 
     def reach(self, unit: Unit) -> bool:
         """Gathers a unit outside of blocks that has a place among those of blocks. Returns whether it has one now."""
-        current = self._order_with(unit)
+        current = self._active_pass_for(unit)
         if current is not None:
             self._reach(current, unit)
         return current is not None
@@ -122,12 +121,12 @@ class Passes:
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
         self._refuse_other_tensors()
-        self.whole.warn_of_lent()
+        self.whole.warn_of_external_views()
         if torch.is_grad_enabled() and not in_backward():
             schedule.keep(self.whole.most_kept, self.around)
         self.under_way.append(schedule)
         try:
-            output = self._within(schedule, unit, call, args, kwargs)
+            output = self._run_unsharded(schedule, unit, call, args, kwargs)
             if unit is None and schedule.units:
                 # A rank that has left out the last blocks would go on, and others would wait for it.
                 self._compare(schedule.at)
@@ -163,7 +162,7 @@ class Passes:
                 self._moments.start(at)
             self._moments.wait()
 
-    def _within(self, current, unit, call, args, kwargs):
+    def _run_unsharded(self, current, unit, call, args, kwargs):
         if unit is None:
             with saving_handles():
                 output = call(*args, **kwargs)
@@ -185,7 +184,7 @@ class Passes:
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None and id(tensor) not in inputs:
-                tensor.register_hook(lambda _: self._backward_reaches(schedule))
+                tensor.register_hook(lambda _: self._pre_backward(schedule))
 
     def pass_that_saves(self, unit: Unit) -> Optional[GatherOrder]:
         """Called when autograd saves a tensor of a unit. Returns the pass that saves the tensor, if there is one."""
@@ -211,7 +210,7 @@ class Passes:
             return
         if schedule is None:
             schedule = self._backward.forward if self._backward is not None and unit in self._backward else None
-        self._backward_reaches(schedule or GatherOrder(self.whole, [unit]))
+        self._pre_backward(schedule or GatherOrder(self.whole, [unit]))
         self._backward.reach(unit)
         self._read_last = unit
 
@@ -225,7 +224,7 @@ class Passes:
             self._has_begun = True
             self._compare(BEGINNING)
 
-    def _backward_reaches(self, schedule):
+    def _pre_backward(self, schedule):
         """Called when a backward comes to a pass."""
         if self.whole.are_fixed:
             return
@@ -233,7 +232,8 @@ class Passes:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
             self._backward = schedule.reversed()
-            call_after_backward(lambda: self.end_backward(schedule))
+            # No hook of a tensor tells which gradient is the last one. Torch's FSDP queues such a callback too.
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(schedule))
 
     def gather_for_forward(self, unit: Unit) -> bool:
         """Called when code reads a unit at rest. Gathers it if that is in a forward, which all ranks run alike.
@@ -251,7 +251,8 @@ class Passes:
             self.around.gather(unit)
         if is_traced():
             # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
-            raise trace_again("a sharded parameter was gathered")
+            # Any other error ends the program, or makes Dynamo leave the frame alone.
+            raise torch._dynamo.exc.UnspecializeRestartAnalysis(restart_reason="a sharded parameter was gathered")
         return True
 
     def finish_backward(self) -> None:
@@ -269,7 +270,7 @@ class Passes:
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
-            self.whole.free_lent()
+            self.whole.free_unviewed()
 
     def _end_raised(self):
         """Ends the last backward of the engine if it raised."""

@@ -9,15 +9,14 @@ from typing import Any, Dict
 
 import torch
 
-from .private_torch import address_of
-
 # Address of a storage -> the UnitMemory, which finds the slot at an offset there.
 KNOWN_STORAGES: Dict[int, "weakref.ref[Any]"] = {}
 
 
 def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
     """Enters what finds slots in a storage into ``KNOWN_STORAGES``, as long as that object lives."""
-    address = address_of(storage)
+    # data_ptr() is 0 of every storage whose memory was given back, and Python's object of a storage comes and goes.
+    address = storage._cdata
     reference = KNOWN_STORAGES[address] = weakref.ref(knows)
     weakref.finalize(knows, _forget, address, reference).atexit = False
 

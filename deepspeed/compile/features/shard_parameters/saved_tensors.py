@@ -9,14 +9,14 @@ unit happens to be whole, and keeps the unit's memory (``unit_memory.py``).
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional, Tuple, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .places import KNOWN_STORAGES, TensorSlot
-from .private_torch import address_of, keep_from_compiler, saving_hooks, takes_saving_hooks, version_of
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -26,6 +26,20 @@ MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {} is at version "
     "{}; expected version {} instead"
 )
+
+
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def _keep_from_compiler(function: _Function) -> _Function:
+    """Makes Dynamo run a function, and all that it calls, as they are. Returns the function itself.
+
+    Autograd calls hooks of saved tensors from C++. Where a graph has ended early, Dynamo takes such a hook for code to
+    compile. ``torch.compiler.disable()`` returns a wrapper, which takes 3 us for each saved tensor.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    return function
 
 
 class _Handle(NamedTuple):
@@ -49,9 +63,9 @@ class _Handle(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather_for_backward(self.schedule)
-        if self.version is not None and version_of(self.slot.tensor) != self.version:
+        if self.version is not None and self.slot.tensor._version != self.version:
             name = f"parameter {self.slot.name}"
-            raise RuntimeError(MODIFIED.format(name, version_of(self.slot.tensor), self.version))
+            raise RuntimeError(MODIFIED.format(name, self.slot.tensor._version, self.version))
         memory = self.unit.memory.buffer
         # The offset is in elements of the tensor's dtype: a caller may have made complex numbers of a parameter.
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
@@ -77,9 +91,9 @@ def _stand_in(tensor, compares=True):
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = KNOWN_STORAGES.get(address_of(tensor.untyped_storage()))
+        reference = KNOWN_STORAGES.get(tensor.untyped_storage()._cdata)
     except NotImplementedError:
-        # Such as a sparse tensor, which has no memory of its own.
+        # The tensor has no memory of its own, for example because it is sparse.
         return None
     memory = None if reference is None else reference()
     # A lazy conjugate keeps the memory of its unit.
@@ -91,7 +105,7 @@ def _stand_in(tensor, compares=True):
     if unit is None or unit.owner is None:
         return None
     schedule = unit.owner.passes.pass_that_saves(unit)
-    version = version_of(slot.tensor) if compares else None
+    version = slot.tensor._version if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, slot, version)
 
 
@@ -105,37 +119,37 @@ def _wrapper(tensor, compares):
     return _Wrapper(type(tensor), context, tensor.size(), tensor.stride(), inner)
 
 
-@keep_from_compiler
+@_keep_from_compiler
 def _pack(tensor):
     stand_in = _stand_in(tensor)
     if stand_in is not None:
         return stand_in
     # Not the tensor itself: it may be the result of the node that keeps what is packed, a cycle that nobody collects.
     # Torch compares no versions of tensors that hooks have packed.
-    return tensor.detach(), version_of(tensor)
+    return tensor.detach(), tensor._version
 
 
-@keep_from_compiler
+@_keep_from_compiler
 def _unpack(packed):
     if isinstance(packed, (_Handle, _Wrapper)):
         return packed.tensor()
     tensor, version = packed
-    if version_of(tensor) != version:
+    if tensor._version != version:
         name = f"[{tensor.type()} {list(tensor.shape)}]"
-        raise RuntimeError(MODIFIED.format(name, version_of(tensor), version))
+        raise RuntimeError(MODIFIED.format(name, tensor._version, version))
     return tensor
 
 
-def _above(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Callable]:
+def _compose_with_outer_hooks(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Callable]:
     """Returns hooks that leave all tensors but those of units to a caller's hooks, such as those of checkpointing."""
 
-    @keep_from_compiler
+    @_keep_from_compiler
     def pack(tensor):
         # Torch compares none within a caller's hooks. Checkpointing, for one, computes what was saved again.
         stand_in = _stand_in(tensor, compares=False)
         return pack_other(tensor) if stand_in is None else stand_in
 
-    @keep_from_compiler
+    @_keep_from_compiler
     def unpack(packed):
         return packed.tensor() if isinstance(packed, (_Handle, _Wrapper)) else unpack_other(packed)
 
@@ -152,12 +166,13 @@ def saving_handles() -> ContextManager[Any]:
 
     Torch calls only the hooks of saved tensors that were registered last. A caller's hooks are called from these.
     """
-    current = saving_hooks()
+    # Nothing public returns the hooks of saved tensors, or says whether they may be registered.
+    current = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if current is None:
-        if not (torch.is_grad_enabled() or takes_saving_hooks()):
+        if not (torch.is_grad_enabled() or torch._C._autograd._saved_tensors_hooks_is_enabled()):
             # Nothing is saved, and torch would not have hooks here.
             return contextlib.nullcontext()
         return saved_tensors_hooks(_pack, _unpack)
     if hasattr(current[0], _OURS):
         return contextlib.nullcontext()
-    return saved_tensors_hooks(*_above(*current))
+    return saved_tensors_hooks(*_compose_with_outer_hooks(*current))

@@ -6,17 +6,15 @@ Trained parameters of one parameter group are a segment, whose shards are this r
 (``even_order.py``). So are all frozen parameters of a unit: they are one run of bytes, whatever their dtypes.
 """
 
-from typing import TYPE_CHECKING, Iterator, List, Optional, Tuple
+from typing import Iterator, List, Optional, Tuple
 
 import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.parameter.carrier import Awaitable, Carrier, carrier_of
 from ...zero_1_and_2.parameter.runs import own_parameters
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # Alignment of torch's allocators, in bytes. Generated code takes for granted that parameters are aligned to 16 bytes,
 # as they are in the flat tensor.
@@ -39,7 +37,6 @@ class Segment:
         group: the parameter group; None: of frozen parameters.
 
     Attributes:
-        begin, rank, world, group: as above.
         own_numel: elements of this rank's shards.
         end: where it ends in the unit's memory, in bytes.
         own: this rank's shards, 1-D, and perhaps those of other segments. Set before the first gather, as ``carrier``.
@@ -100,7 +97,7 @@ class Segment:
 
 
 def take_partitions(
-    optimizer: "Optional[DeepSpeedZeroOptimizer]", segments: List[Segment], process_group: "ProcessGroup"
+    optimizer: Optional[DeepSpeedZeroOptimizer], segments: List[Segment], process_group: ProcessGroup
 ) -> None:
     """Gives segments of trained parameters this rank's partitions, which it cuts out of the flat tensors unless
     ``from_host.py`` has cut them already. ``process_group``: carries nothing else."""
@@ -117,7 +114,7 @@ def take_partitions(
                 segment.own, segment.carrier = own, carrier
 
 
-def give_up_flats(optimizer: "DeepSpeedZeroOptimizer", segments: List[Segment]) -> None:
+def give_up_flats(optimizer: DeepSpeedZeroOptimizer, segments: List[Segment]) -> None:
     """Gives back the memory of the flat tensors, when no parameter lies there. They keep their shape."""
     # Only now: a set-up that raises before leaves the parameters in the flat tensors.
     optimizer.own_partitions.update({segment.group: segment.own for segment in segments})

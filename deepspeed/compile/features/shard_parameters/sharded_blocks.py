@@ -5,12 +5,14 @@
 import contextlib
 import functools
 import weakref
-from typing import TYPE_CHECKING, Callable, Dict, Iterable, Iterator, List, Optional, Union
+from typing import Callable, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.subclasses import is_dtensor, plain_tensors
 from ...zero_1_and_2.collectives import every_rank_raises
@@ -31,11 +33,6 @@ from .saved_tensors import saving_handles
 from .segments import give_up_flats, take_partitions
 from .unit import TAKE_IN, Unit
 from .unit_memory import UnitMemory
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 class ShardedBlocks:
@@ -66,10 +63,10 @@ class ShardedBlocks:
         module: Module,
         blocks: List[Module],
         trained: List[Parameter],
-        process_group: "ProcessGroup",
+        process_group: ProcessGroup,
         device: torch.device,
         identity: int,
-        optimizer: "Optional[DeepSpeedZeroOptimizer]" = None,
+        optimizer: Optional[DeepSpeedZeroOptimizer] = None,
     ):
         self._group, self._device = process_group, device
         self.optimizer = None
@@ -142,7 +139,7 @@ class ShardedBlocks:
             alone = unit.reshard_first
         if self.outside is not None:
             self.outside.take_in(alone)
-            # Of what was cut from the host, each rank has its shards alone.
+            # Parameters that were cut from the host have no values on a rank but its shards.
             alone = self.outside.refresh
         with every_rank_raises(TAKE_IN, self._group):
             alone()

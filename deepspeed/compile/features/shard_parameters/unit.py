@@ -7,9 +7,10 @@
 
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -18,9 +19,6 @@ from ...zero_1_and_2.collectives import collective, every_rank_raises
 from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 # A thread of gloo's may hold the memory of a finished gather this long after wait(). Only a busy machine takes longer.
 LONGEST_HELD = 1.0  # seconds
@@ -39,14 +37,11 @@ class Unit:
         name: of the unit, for errors.
 
     Attributes:
-        memory: as above.
         comparison: of the unit's number among ranks, when a gather starts.
         is_used: whether code that may change the parameters has run since the unit was gathered.
     """
 
-    def __init__(
-        self, memory: UnitMemory, process_group: "ProcessGroup", device: torch.device, number: int, name: str
-    ):
+    def __init__(self, memory: UnitMemory, process_group: ProcessGroup, device: torch.device, number: int, name: str):
         self.memory, self._group, self._device = memory, process_group, device
         for slot in memory.slots():
             slot.unit = weakref.ref(self)
@@ -100,9 +95,6 @@ class Unit:
 
         Args:
             at: the block that was reached, which ranks compare, if this unit is the next one.
-
-        Raises:
-            DistBackendError: if the collective failed.
         """
         if self.is_gathered or self._works is not None:
             return
@@ -120,7 +112,9 @@ class Unit:
         # First, because parts of different units may differ in size.
         with collective(PURPOSE):
             self.comparison.start(at)
-        self.comparison.wait_on_cpu()
+        if self._device.type == "cpu":
+            # Gloo ends a process that gets a message of another size than it waits for.
+            self.comparison.wait()
         with collective(PURPOSE):
             if sends_frozen:
                 works += memory.frozen.gather(self._target)
@@ -131,7 +125,7 @@ class Unit:
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
-        self.memory.lent_is_current = False
+        self.memory.external_views_are_current = False
         if not self.memory.trained or (not self.is_gathered and self._works is None):
             return
         if not self.is_gathered:
@@ -149,7 +143,7 @@ class Unit:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        if not self.is_gathered and self._works is None and self.memory.lent_is_current:
+        if not self.is_gathered and self._works is None and self.memory.external_views_are_current:
             self.memory.keep_own_part(trained_too=True)
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
@@ -169,11 +163,7 @@ class Unit:
         return stream
 
     def finish_gather(self) -> None:
-        """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
-
-        Raises:
-            DistBackendError: if the parameters could not be received.
-        """
+        """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered."""
         if not self.memory.is_shared:
             return
         stream = get_accelerator().current_stream()
@@ -240,9 +230,9 @@ class Unit:
                 mark_resharded(parameter, name, self)
         self.is_gathered = self.is_used = False
         self.memory.free()
-        self.memory.lent_is_current = self.memory.is_lent and self._has_trained
+        self.memory.external_views_are_current = self.memory.has_external_views and self._has_trained
 
-    def free_lent(self) -> None:
+    def free_unviewed(self) -> None:
         """Frees the memory of a unit at rest, unless others still have views of it."""
         if not self.is_gathered and self._works is None:
             self.memory.free()

@@ -25,7 +25,6 @@ from ...zero_1_and_2.gradient.native import users_of
 from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.messages import warn
 from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
-from .private_torch import address_of, holders_of, version_of, without_torch_function
 from .segments import Segment, aligned
 
 ANOTHER_KIND_OF_TRAINED = (
@@ -51,9 +50,10 @@ class UnitMemory:
         nbytes: of the whole unit, with padding.
         frozen, trained: segments: of all frozen parameters, as bytes, and of the trained ones of each group.
         buffer: all, 1-D and of bytes. None before :meth:`take_in`.
-        is_lent: whether others had the memory when the unit was resharded: views of it, or a parameter that autograd
-            has saved. The memory holds the parameters' values then, and those who have it may change these.
-        lent_is_current: whether trained parameters in that memory have had no step since.
+        has_external_views: whether others had the memory when the unit was resharded: views of it, or a parameter
+            that autograd has saved. The memory holds the parameters' values then, and those who have it may change
+            these.
+        external_views_are_current: whether trained parameters in that memory have had no step since.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class UnitMemory:
         self.buffer: Any = None
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
-        self.is_lent = self.lent_is_current = False
+        self.has_external_views = self.external_views_are_current = False
 
     @property
     def name(self) -> str:
-        """Of the first parameter, also if it has left the unit."""
+        """The name of the first parameter, also if that one has left the unit."""
         return next(iter(self._parameters))
 
     def parameters(self) -> Iterator[Tuple[str, Parameter]]:
@@ -151,15 +151,15 @@ class UnitMemory:
 
     def _set_buffer(self, buffer):
         if self.buffer is not None:
-            KNOWN_STORAGES.pop(address_of(self.buffer.untyped_storage()), None)
+            KNOWN_STORAGES.pop(self.buffer.untyped_storage()._cdata, None)
         self.buffer = buffer
         note_storage(buffer.untyped_storage(), self)
 
     def allocate_target(self) -> torch.Tensor:
         """Returns memory for the gathered unit: the buffer, whose memory it allocates again, unless others view it."""
-        if self.is_lent:
+        if self.has_external_views:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
-            self.keep_own_part(trained_too=self.lent_is_current)
+            self.keep_own_part(trained_too=self.external_views_are_current)
             return torch.empty_like(self.buffer)
         self.buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
@@ -175,12 +175,16 @@ class UnitMemory:
         """Frees the memory, which nobody writes now, unless others have views of it, or autograd a parameter."""
         if not self.buffer.untyped_storage().nbytes():
             return
-        was_lent, self.is_lent = self.is_lent, self.others_have_views() or self._are_saved()
-        if self.is_lent:
+        had_external_views = self.has_external_views
+        # Autograd may have saved a parameter since note_holders(), and not a handle in its place.
+        self.has_external_views = self.others_have_views() or any(
+            map(operator.gt, self._count_holders(), self._holders)
+        )
+        if self.has_external_views:
             return
-        if was_lent:
-            self.keep_own_part(trained_too=self.lent_is_current)
-        self.lent_is_current = False
+        if had_external_views:
+            self.keep_own_part(trained_too=self.external_views_are_current)
+        self.external_views_are_current = False
         self._give_back()
 
     def others_have_views(self) -> bool:
@@ -192,16 +196,14 @@ class UnitMemory:
 
     def note_holders(self) -> None:
         """Called when the parameters can be read from now on, so that :meth:`free` can tell what autograd saves."""
-        if not self.is_lent:
+        if not self.has_external_views:
             self._holders = self._count_holders()
 
-    def _are_saved(self):
-        """Whether autograd has saved a parameter since :meth:`note_holders`, and not a handle in its place."""
-        return any(map(operator.gt, self._count_holders(), self._holders))
-
     def _count_holders(self):
-        with without_torch_function():
-            return [holders_of(tensor) for tensor in self._savable]
+        with torch._C.DisableTorchFunctionSubclass():
+            # Autograd saves a leaf itself, and not a view of its memory, so users_of() does not count it. Variables of
+            # Python count as one.
+            return [tensor._use_count() for tensor in self._savable]
 
     def _give_back(self):
         storage = self.buffer.untyped_storage()
@@ -209,7 +211,7 @@ class UnitMemory:
             storage.resize_(0)
             return
         # Torch does not resize a storage that a NumPy array shares, so take another one.
-        with torch.inference_mode(False), without_torch_function():
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self._set_buffer(torch.empty_like(self.buffer))
             for slot in self.slots():
                 slot.tensor.data = slot.memory_in(self.buffer)
@@ -219,7 +221,7 @@ class UnitMemory:
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
         for tensor in plain_tensors([alias]):
-            if address_of(tensor.untyped_storage()) == address_of(self.buffer.untyped_storage()):
+            if tensor.untyped_storage()._cdata == self.buffer.untyped_storage()._cdata:
                 self._aliases[id(tensor)] = tensor
 
     def forget_alias(self, alias: torch.Tensor) -> None:
@@ -233,11 +235,11 @@ class UnitMemory:
         """Called when the unit is gathered, so that :meth:`are_changed` can tell later changes."""
         for slot in self.slots():
             if slot.is_trained or of_frozen:
-                slot.version = version_of(slot.tensor)
+                slot.version = slot.tensor._version
 
     def are_changed(self) -> bool:
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
-        return any(version_of(slot.tensor) != slot.version for slot in self.slots())
+        return any(slot.tensor._version != slot.version for slot in self.slots())
 
     def keep_own_part(self, trained_too: bool = False) -> None:
         """Copies the values that parameters have in the buffer into this rank's shards: of frozen ones, and of trained
@@ -291,12 +293,12 @@ class UnitMemory:
             raise ValueError(f"parameter {name} is made of {len(slots)} tensors, and its new values are not")
         for slot, source in zip(slots, sources, strict=True):
             self._write(slot, source)
-            with without_torch_function():
+            with torch._C.DisableTorchFunctionSubclass():
                 # A backward that has read the old values is wrong.
                 torch.autograd.graph.increment_version(slot.tensor)
 
     def _write(self, slot, source):
-        if self.is_lent:
+        if self.has_external_views:
             slot.memory_in(self.buffer).copy_(source)
         values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
         for segment in (self.frozen, *self.trained):

@@ -33,7 +33,7 @@ from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
 MOST_GATHERED = 2
-LENT = (
+EXTERNALLY_VIEWED = (
     "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
     "their memory, such as a state dict, a tensor that a forward has kept, or a penalty of parameters whose backward "
     "has not run; drop it, or clone() it, to have them sharded by compile.shard_parameters"
@@ -68,7 +68,7 @@ class WholeUnits:
         # How many forwards of a unit's block are under way.
         self._uses: collections.Counter = collections.Counter()
         # Units at rest that still have memory, because others have views of it, and whether the caller was told.
-        self._lent: List[Unit] = []
+        self._externally_viewed: List[Unit] = []
         self._has_warned = False
         # Units that are never at rest again.
         self._whole_for_good: Set[Unit] = set()
@@ -99,7 +99,7 @@ class WholeUnits:
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
                 self.release(other)
-            self.free_lent()
+            self.free_unviewed()
             self._is_kept[unit] = False
             try:
                 unit.start_gather(at)
@@ -125,8 +125,8 @@ class WholeUnits:
     def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
-        if unit.memory.is_lent and unit not in self._lent:
-            self._lent.append(unit)
+        if unit.memory.has_external_views and unit not in self._externally_viewed:
+            self._externally_viewed.append(unit)
 
     def release_kept(self) -> None:
         """Called when a backward has run: releases what was kept for the backward, and was not read there."""
@@ -168,18 +168,18 @@ class WholeUnits:
 
     # Memory that others have ---------------------------------------------------------------------------------------
 
-    def free_lent(self) -> None:
+    def free_unviewed(self) -> None:
         """Frees memory that others have had until now."""
-        for unit in self._lent:
-            unit.free_lent()
-        self._lent = [unit for unit in self._lent if unit.memory.is_lent]
+        for unit in self._externally_viewed:
+            unit.free_unviewed()
+        self._externally_viewed = [unit for unit in self._externally_viewed if unit.memory.has_external_views]
 
-    def warn_of_lent(self) -> None:
+    def warn_of_external_views(self) -> None:
         """Tells the caller, once, if others have memory that could be freed."""
-        self.free_lent()
-        if self._lent and not self._has_warned:
+        self.free_unviewed()
+        if self._externally_viewed and not self._has_warned:
             self._has_warned = True
-            warn(LENT.format(self._lent[0].memory.name))
+            warn(EXTERNALLY_VIEWED.format(self._externally_viewed[0].memory.name))
 
     # All units -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class WholeUnits:
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
         self._gather_all()
-        self._lent.clear()
+        self._externally_viewed.clear()
         self.leave_as_they_are()
 
     def leave_as_they_are(self) -> None:

@@ -212,7 +212,7 @@ def _step(
     inside = own_blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     places = inside + offset
     there = inside < numel * _IN_UNIT
-    # Of the partition. A run of states in 8 bits has whole blocks.
+    # Number the blocks of the partition. A run of states in 8 bits has whole blocks.
     blocks = own_blocks + offset // _BLOCK
     count_of_blocks = (offset + numel * _IN_UNIT) // _BLOCK
 

@@ -3,13 +3,15 @@
 """The updates of Adam and AdamW in an engine: the form of states and master weights, and the rules that step them."""
 
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
 from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.engine.state import EngineState
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
 from ...zero_1_and_2.parameter.gather import AllGather
+from ...zero_1_and_2.step.even_order import EvenOrder
 from ...zero_1_and_2.step.rule import Rule
 from ..checkpoints.feature import Checkpoints
 from . import refused
@@ -21,19 +23,11 @@ from .own_ranges import OwnRanges
 from .remainders_rule import EveryStepAdam, RemaindersAdam
 from .states import StatesOfAdam
 
-if TYPE_CHECKING:
-    # attach() puts the mixin before this class at run time.
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
 
-    from ...zero_1_and_2.engine.state import EngineState
-else:
-    _NextClass = object
-
-
-class FormOfStates(_NextClass):
+class FormOfStates(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that save and load states."""
 
-    _deepcompile: "EngineState"
+    _deepcompile: EngineState
 
     def state_dict(self) -> Dict[str, Any]:
         return self._deepcompile.find(Update).states.as_saved(self, super().state_dict())

@@ -4,16 +4,13 @@
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import tensor_fragment
 
 from .masters import Masters, parameters_of
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 class Fragment(tensor_fragment):
@@ -35,7 +32,7 @@ class Fragment(tensor_fragment):
         """Does nothing: the parameter is a part of its master weight."""
 
 
-def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
+def link(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
     """Called after the base has linked parameters with its own tensors. Links them with the master weights."""
     reference = weakref.ref(optimizer)
     for group in optimizer.bit16_groups:

@@ -19,21 +19,17 @@ These functions get or set master weights, by ``masters_in_optimizer.py`` and ``
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Iterator, List, Union
+from typing import Iterator, List, Union
 
 import torch
 
-import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.parameter.gather import AllGather
 from ...zero_1_and_2.parameter.runs import Runs, own_parameters
 from .remainders import join, split
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # Elements to convert at once. A conversion makes several tensors of integers, as large as the fp32 values.
 _CONVERTED = 2**24
@@ -60,13 +56,12 @@ class Masters:
         gather: sends the stepped parameters.
 
     Attributes:
-        gather: as above.
         remainders: remainders of this rank's partitions, by parameter group, int16 1-D. None before
             :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, gather: AllGather):
         self._optimizer = weakref.ref(optimizer)
         self.gather = gather
         self.remainders: List[torch.Tensor] = []
@@ -111,30 +106,14 @@ class Masters:
 
     @contextlib.contextmanager
     def written_on_host(self) -> Iterator[None]:
-        """As :meth:`read_on_host`, but values that the caller writes there become the master weights. All ranks leave
-        the context together.
+        """As :meth:`read_on_host`, but values that the caller writes there become the master weights.
 
-        If the caller raises on any rank, remainders stay as they were on all ranks.
-
-        Raises:
-            RuntimeError: if the caller has raised on another rank.
+        All ranks leave the context together. If they raise, remainders stay as they were.
         """
-        optimizer, failed = self._optimizer(), True
         self.refuse_offloaded("load a checkpoint")
         with self.read_on_host():
-            try:
-                yield
-                failed = False
-            finally:
-                # Otherwise the other ranks would wait in the gather for a rank that has raised.
-                flag = torch.tensor([failed], dtype=torch.int32, device=optimizer.bit16_groups_flat[0].device)
-                with collective("learn whether all ranks have loaded their master weights"):
-                    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
-            if flag.item():
-                raise RuntimeError(
-                    "another rank could not load its master weights and has said why; no rank loaded any"
-                )
-            values = optimizer.single_partition_of_fp32_groups
+            yield
+            values = self._optimizer().single_partition_of_fp32_groups
         for group, master in enumerate(values):
             self.set(group, 0, master)
         self.send_parameters()

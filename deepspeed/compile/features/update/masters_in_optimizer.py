@@ -3,30 +3,24 @@
 """Overrides methods of DeepSpeed's ZeRO-1/2 optimizer while its master weights are remainders."""
 
 import functools
-from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Type
+from typing import Any, Container, Dict, Optional, Type
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...zero_1_and_2.engine.state import EngineState
+from ...zero_1_and_2.step.even_order import EvenOrder
 from .links import link
 from .masters import Masters
-
-if TYPE_CHECKING:
-    # use_remainders() puts the mixin before this class at run time.
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
-
-    from ...zero_1_and_2.engine.state import EngineState
-else:
-    _NextClass = object
 
 _HP_PARAMS = OffloadStateTypeEnum.hp_params
 
 
-class RemaindersOfParameters(_NextClass):
+class RemaindersOfParameters(EvenOrder):
     """The methods of the base's ZeRO-1/2 optimizer that read or write master weights."""
 
     masters_as_remainders: Masters
-    _deepcompile: "EngineState"
+    _deepcompile: EngineState
 
     def state_dict(self) -> Dict[str, Any]:
         with self.masters_as_remainders.read_on_host():

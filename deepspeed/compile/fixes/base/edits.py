@@ -7,7 +7,10 @@ OFFLOAD = "deepspeed/runtime/activation_checkpointing/offload_activations.py"
 IMPORT = "from deepspeed.compile.z3_eager_fallback import"
 EDITS = {
     ENGINE: {
-        IMPORT: "from deepspeed.compile.fixes.base import pinning, schedulers, subclasses, timeouts\n...",
+        IMPORT: (
+            "from deepspeed.compile.fixes.base import pinning, schedulers, subclasses, timeouts\n"
+            "from deepspeed.compile.fixes.base import whole_checkpoints\n..."
+        ),
         # pinning.py
         "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n": (
             "            with pinning.explained_pinning(self):\n    ..."
@@ -29,6 +32,29 @@ EDITS = {
         ),
         # timeouts.py
         "\n    def _optimized_linear_offload_setup": "        timeouts.shorten_timeouts(self)\n...",
+        # whole_checkpoints.py
+        "    def save_checkpoint(self, save_dir, tag=None,": "    @whole_checkpoints.tells_which_is_whole\n...",
+        (
+            "            self.checkpoint_engine.commit(commit_info)\n"
+            "            if save_latest and self.global_rank == 0:\n"
+            "                with open(os.path.join(save_dir, 'latest'), 'w') as fd:\n"
+            "                    fd.write(tag)\n"
+        ): "            whole_checkpoints.commit(self, commit_info)\n",
+        (
+            "        self.checkpoint_engine.commit(commit_info)\n\n"
+            "        if self.global_rank == 0 and commit_info.save_latest:\n"
+            "            with open(os.path.join(commit_info.save_dir, 'latest'), 'w') as fd:\n"
+            "                fd.write(commit_info.tag)\n"
+        ): "        whole_checkpoints.commit(self, commit_info)\n",
+        "        sd_loader = SDLoaderFactory.get_sd_loader(ckpt_list, checkpoint_engine": (
+            "        if not ckpt_list:\n            whole_checkpoints.refuse(self._get_ckpt_name(load_dir, tag))\n..."
+        ),
+        "            self._copy_recovery_script(save_path)\n": (
+            "            with whole_checkpoints.checkpoint_files.noting_error(self.checkpoint_engine):\n    ..."
+        ),
+        "            zero_sd_list = self._get_all_zero_checkpoints(load_dir, tag)\n": (
+            "            with whole_checkpoints.reading_partitions(self):\n    ..."
+        ),
         # See ds_to_universal.py below.
         '"currently supported.")\n': (
             '"currently supported; run `python -m deepspeed.checkpoint.ds_to_universal "\n'
@@ -58,11 +84,24 @@ EDITS = {
     "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py": {
         # subclasses.py: the functions of this file leave tensors on the host. Torch cannot call them for a tensor that
         # wraps other tensors.
-        "torch.load(path, map_location=map_location, weights_only=False)": (
-            "torch.load(path, weights_only=False, map_location=(\n"
-            "            'cpu' if getattr(map_location, '__module__', None) == "
+        # checkpoint_files.py: what is read is whole, or the error says so.
+        "        partition = torch.load(path, map_location=map_location, weights_only=False)\n": (
+            "        with checkpoint_files.reading(path):\n"
+            "            partition = torch.load(path, weights_only=False, map_location=(\n"
+            "                'cpu' if getattr(map_location, '__module__', None) == "
             "'deepspeed.runtime.state_dict_factory'\n"
-            "            else map_location))"
+            "                else map_location))\n"
+        ),
+        # checkpoint_files.py
+        "from deepspeed.utils import log_dist\n": ("...from deepspeed.compile.fixes.base import checkpoint_files\n"),
+        '        log_dist(f"[Torch] Checkpoint {info.tag} is about to be saved!", ranks=[0])\n': (
+            "        checkpoint_files.begin(self)\n..."
+        ),
+        "        torch.save(state_dict, path, _use_new": (
+            "        with checkpoint_files.writing(self, path) as path:\n    ..."
+        ),
+        '        #logger.info(f"[Torch] Checkpoint {tag} is ready now!")\n': (
+            "        checkpoint_files.give_names(self)\n..."
         ),
     },
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": {

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
+def trains_here(engine: "DeepSpeedEngine") -> bool:
+    """Whether an engine trains under DeepCompile ZeRO-1/2, or will when it is compiled."""
+    # The passes of AutoSP and AutoTP are DeepSpeed's own.
+    is_ours = engine.is_deepcompile_enabled() and not engine.uses_parallelization_pass_only()
+    return is_ours and isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
+
+
 def shorten_timeouts(engine: "DeepSpeedEngine") -> None:
     """Called at the end of ``deepspeed.initialize()``, when no option was refused.
 
@@ -26,9 +33,7 @@ def shorten_timeouts(engine: "DeepSpeedEngine") -> None:
     group. A shorter timeout stays as it is.
     """
     optimizer = engine.optimizer
-    # The passes of AutoSP and AutoTP are DeepSpeed's own.
-    is_ours = engine.is_deepcompile_enabled() and not engine.uses_parallelization_pass_only()
-    if not (is_ours and isinstance(optimizer, DeepSpeedZeroOptimizer)):
+    if not trains_here(engine):
         return
     for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
         shorten_timeout(group, optimizer.bit16_groups_flat[0].device)

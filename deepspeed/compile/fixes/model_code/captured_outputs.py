@@ -40,13 +40,10 @@ def traced_collection(module: Module) -> Optional[Around]:
     """Returns a wrapper of block calls with which hooks of routers are traced, or None if there are no such hooks."""
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
-    if not hasattr(collector, "get") or not any(map(_collects_routers, module.modules())):
+    kinds = (getattr(part, "_can_record_outputs", None) or {} for part in module.modules())
+    if not hasattr(collector, "get") or not any("router_logits" in recorded for recorded in kinds):
         return None
     return functools.partial(_around, _read_by_hooks(collector))
-
-
-def _collects_routers(module):
-    return "router_logits" in (getattr(module, "_can_record_outputs", None) or {})
 
 
 @functools.cache

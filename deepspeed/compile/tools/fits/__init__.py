@@ -20,6 +20,7 @@ activations.py     runs a model without memory, with the memory of its graphs
 gradients.py       the gradients that the reducer holds, and the layout of partitions
 fsdp2.py           the memory of FSDP2, by its published scheme
 sources.py         makes a model and a batch
+time_limit.py      ends what takes too long
 estimate.py        adds up
 advice.py          which mode to take, and the command's text
 __main__.py        the command

@@ -11,7 +11,7 @@ PROGRAM = "python -m deepspeed.compile.fits"
 # Arguments that are fields of ``modes.Question``.
 ASKED = (
     *("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora"),
-    *("inputs_on_host", "mlp_tiles", "loss_tiles"),
+    *("inputs_on_host", "mlp_tiles", "loss_tiles", "seconds"),
 )
 
 
@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="Default: bf16, or what --config says")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="for tracing the model; then print what is known. Default: 300"
+    )
     parser.add_argument("--all", action="store_true", help="print every mode, with the lines to write for each")
     parser.add_argument("--json", metavar="FILE", help="write the figures there too, in bytes")
     return parser

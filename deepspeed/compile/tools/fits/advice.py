@@ -69,7 +69,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     ]
     shown = answer.first if answer.has_config else recommended(answer) or answer.first
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
-    peak = f'The peak of "{shown.mode.name}" on rank {shown.rank}, {shown.peak / GIB:.2f} GiB: {made_of}.'
+    peak = "The peak of" if shown.forward is not None else "Without activations,"
+    peak = f'{peak} "{shown.mode.name}" on rank {shown.rank}, {shown.peak / GIB:.2f} GiB: {made_of}.'
     notes = [peak, *answer.notes]
     if shown.on_host:
         notes.append(f"Inputs of layers take {shown.on_host / GIB:.1f} GiB of the host's memory for each GPU, pinned.")

@@ -7,7 +7,9 @@ import dataclasses
 import itertools
 import logging
 import os
+import time
 import traceback
+import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
@@ -28,6 +30,7 @@ from .gradients import Sent, gathered_in_step, layout_of, send
 from .liveness import bytes_of
 from .long_sequences import Unsuitable
 from .modes import CHECKPOINTED, SHARDED, Mode, Question, modes_for
+from .time_limit import OutOfTime, within
 
 GIB = 2**30
 _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of its remainder
@@ -130,6 +133,7 @@ class Subject:
         why_whole: the reason why there are none, or "".
         repeated: the blocks for modes that need blocks.
         untraceable: the reasons why the model could not be traced.
+        is_late: whether tracing took more time than it may.
         without_adapters: the classes of modules with matrices that have no adapter.
     """
 
@@ -191,27 +195,40 @@ class Subject:
         units = [first, *trained, last]
         self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in units]
         self.untraceable: Dict[Tuple, str] = {}
+        self._seconds, self.is_late = question.seconds, False
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
 
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
-        """Returns the activations of a mode, computed once, or None if the model cannot be traced."""
+        """Returns the activations of a mode, computed once, or None if the model cannot be traced, or not in time."""
         by_blocks = mode.by_blocks and not self.blocks
         key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
         if key in self._activations or key in self.untraceable:
             return self._activations.get(key)
+        if self._seconds <= 0:
+            self.is_late = True
+            return None
+        began = time.monotonic()
         make_batch = question.batch or (lambda *sizes: sources.batch_for(self.model, *sizes))
-        try:
-            with self.fake, sources.whole_rows(), _without_logs():
+
+        def run():
+            with self.fake, sources.whole_rows():
                 batch = make_batch(question.micro_batch or 1, question.sequence or 1)
                 self._say(f"estimating activations: {mode.name}")
-                self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+                return self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+
+        try:
+            with _without_logs():
+                self._activations[key] = within(self._seconds, run)
+        except OutOfTime:
+            self.is_late = True
         except Unsuitable:
             raise
         except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
             if _is_own(error):
                 raise
             self.untraceable[key] = sources.reason(error)
+        self._seconds -= time.monotonic() - began
         return self._activations.get(key)
 
     def units(self, ranks: int) -> List[fsdp2.Unit]:
@@ -251,11 +268,13 @@ def _is_own(error):
 
 @contextlib.contextmanager
 def _without_logs():
-    """Context in which torch does not log the errors of a model that it cannot trace: the answer has them."""
+    """Context in which torch does not tell the errors of a model that it cannot trace: the answer has them."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(before)
 
@@ -294,17 +313,27 @@ def fits_of(
     if not subject.blocks:
         by_blocks = "; lines with regional_compilation make blocks" if subject.repeated else ": no mode by blocks"
         notes.append(f"The model is one graph, because {subject.why_whole}{by_blocks}.")
+    if question.batch is None and (unread := sources.unread(subject.model)):
+        notes.append(
+            f"{' and '.join(unread).capitalize()} are not counted: what reads them has activations and gradients "
+            "beyond these figures."
+        )
     if subject.without_adapters:
         notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
     found = [row_of(subject, mode, question) for mode in (*given, *modes)]
     # Leave out a mode that keeps no block, or whose option of activations lowers no peak: the mode without the option
     # has the same numbers.
     plain = {_without_options(row.mode): row.peak for row in found if row is not None and _is_plain(row.mode)}
+    if subject.is_late:
+        notes.append(
+            f"Tracing took more than {question.seconds:g} s: rows that say unknown have weights, gradients and states "
+            "without activations, and FSDP2 may have none; give it more time with --seconds."
+        )
     rows = [
         row for row in found if row is not None and (row is found[0] or (row.mode.keep != 0 and _gains(row, plain)))
     ]
     if not rows:
-        raise sources.Unusable(f"nothing can be estimated ({', '.join(subject.untraceable.values())})")
+        raise sources.Unusable(f"nothing can be estimated ({', '.join(subject.untraceable.values()) or notes[-1]})")
     for why in dict.fromkeys(subject.untraceable.values()):
         notes.append(
             f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown, and "

@@ -33,7 +33,7 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
     group = ProcessGroup(FakeStore(), rank, ranks)
     fake = FakeProcessGroup._create_internal(rank, ranks)
     group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
-    # The reducer tells torch where a tensor is used on another stream. Of one without memory there is nothing to note.
+    # The reducer tells torch where a tensor is used on another stream. A tensor without memory needs no such note.
     # Torch takes one such function in a process, so it goes with the context.
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("record_stream", lambda tensor, stream: None, "Meta")
@@ -94,7 +94,7 @@ def send(
 
     with one_of(ranks, rank) as process_group:
         reducer = native.Reducer(
-            # Of no engine.
+            # No engine has this number.
             identity=-1,
             bucket_numel=bucket,
             send_numel=send_numel(ranks),

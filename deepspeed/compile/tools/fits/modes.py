@@ -37,10 +37,12 @@ class Question:
     # mlp_tiles, loss_tiles: into how many tiles of tokens DeepSpeed cuts each MLP, and head and loss; None: none.
     mlp_tiles: Optional[int] = None
     loss_tiles: Optional[int] = None
+    seconds: float = 300  # for tracing in all. Modes that are not traced by then lack activations
 
     def __post_init__(self) -> None:
-        if not self.memory > 0:
-            raise ValueError(f"memory={self.memory!r} is not above 0; use the real number")
+        for name in ("memory", "seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not above 0; use the real number")
         for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora", "mlp_tiles", "loss_tiles"):
             value = getattr(self, name)
             # Torch counts the bytes of all of these together in 64 bits.

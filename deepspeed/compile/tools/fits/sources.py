@@ -7,13 +7,19 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 from pathlib import Path
-from typing import Any, Callable, ContextManager, Dict, Iterable, Optional, Set
+from typing import Any, Callable, ContextManager, Dict, Iterable, List, Optional, Set
 from unittest.mock import patch
 
 import torch
 from torch.nn import Embedding, Linear, Module, Parameter
 from torch.utils import _pytree as pytree
+
+# So many seconds the hub has to answer at all.
+HUB_SECONDS = 10.0
+# What models of transformers read beside text, and parts of the names of their arguments for it.
+_NOT_TEXT = {"images": ("pixel_values",), "recordings": ("input_features", "input_values")}
 
 
 class Unusable(ValueError):
@@ -76,8 +82,10 @@ def _of_transformers(source):
     if path.suffix == ".json" and not path.is_file():
         raise Unusable(f"there is no file {source}; name a config.json, a folder with one, or a model of the hub")
     try:
-        config = transformers.AutoConfig.from_pretrained(source)
+        config = _configuration(transformers.AutoConfig, source)
         kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    except Unusable:
+        raise
     except Exception as error:  # noqa: BLE001  whatever the checks of a configuration's class raise
         raise Unusable(
             f"transformers reads no configuration of {source} ({reason(error)}); name a config.json that it reads, a "
@@ -103,6 +111,54 @@ def _of_transformers(source):
         ) from why
 
     return make
+
+
+def _configuration(auto, source):
+    """Returns a configuration of a folder or of the hub's cache, or else of the hub itself, if the hub answers."""
+    import huggingface_hub
+
+    try:
+        return auto.from_pretrained(source, local_files_only=True)
+    except OSError:
+        if os.path.exists(source):
+            raise
+    hub = huggingface_hub.constants.ENDPOINT
+    why = _why_silent(hub)
+    if why is not None:
+        raise Unusable(
+            f"{source} is no folder and is not in transformers' cache, and {hub} cannot be reached ({why}); name a "
+            "folder with its config.json, or a model of the cache"
+        )
+    return auto.from_pretrained(source)
+
+
+def _why_silent(hub):
+    """Returns the reason why the hub does not answer, or None. Transformers would ask it again for half a minute."""
+    import huggingface_hub
+
+    found: List[Optional[str]] = [f"no answer within {HUB_SECONDS:g} s"]
+
+    def ask():
+        try:
+            huggingface_hub.get_session().head(hub, timeout=HUB_SECONDS)
+            found[:] = [None]
+        except Exception as error:  # noqa: BLE001  of requests or of httpx, by the release
+            found[:] = [reason(error)]
+
+    # In a thread, because the timeout is that of each address of the hub, and looking these up has none.
+    asks = threading.Thread(target=ask, daemon=True)
+    asks.start()
+    asks.join(HUB_SECONDS)
+    return found[0]
+
+
+def unread(model: Module) -> List[str]:
+    """Lists what a model reads that :func:`batch_for` does not make beside token ids, such as images."""
+    if getattr(model, "main_input_name", "input_ids") != "input_ids":
+        return []
+    forwards = {type(module).forward for module in model.modules()}
+    names = [name for forward in forwards for name in inspect.signature(forward).parameters]
+    return [what for what, parts in _NOT_TEXT.items() if any(part in name for part in parts for name in names)]
 
 
 def takes_images(model: Module) -> bool:

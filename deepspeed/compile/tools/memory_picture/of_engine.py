@@ -26,6 +26,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.messages import warn
+from ...zero_1_and_2.parameter.carrier import mapped_memory
 from . import data, files
 from .record import Recording, Tensors, begins, ends, flattened, phase
 
@@ -188,7 +189,7 @@ class Recorder:
             return
         engine = self._engine()
         try:
-            self._recording = Recording(self.device, tensors_of(engine), uncounted_bytes(engine))
+            self._recording = Recording(self.device, tensors_of(engine), mapped_memory.nbytes)
         except RuntimeError as error:
             self._why_not = f"torch's profiler could not begin in step {self._done + 1} ({error})"
             return
@@ -207,14 +208,14 @@ class Recorder:
             with phase("forward", self.device), around as call:
                 yield call
         except BaseException as error:
-            self._end(_told(error))
+            self._end(_said(error))
             raise
 
     def _ends_if_it_raises(self, method, *args, **kwargs):
         try:
             return method(*args, **kwargs)
         except BaseException as error:
-            self._end(_told(error))
+            self._end(_said(error))
             raise
 
     def _begins_backward(self, method, *args, **kwargs):
@@ -259,7 +260,7 @@ class Recorder:
                 draws.draw(step, file.with_suffix(".png"))
                 written = [file.with_suffix(".png"), file]
         except Exception as error:
-            logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
+            logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_said(error)}")
             return
         names = ", ".join(str(path) for path in written)
         # Log a warning: DeepSpeed shows no lower level by default, and the user has asked for these files.
@@ -305,7 +306,7 @@ class Recorder:
             logger.warning(f"{OPTION}: no step was recorded, because {why}; set {OPTION}.step to an earlier one")
 
 
-def _told(error):
+def _said(error):
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
@@ -337,7 +338,8 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     # Sharded parameters, frozen ones and remainders are in neither the module nor the flat tensors.
     shares = [*getattr(optimizer, "own_partitions", {}).values()]
-    shares += [share for part in _parts(engine) for share in part.shares]
+    deepcompile = state_of(engine)
+    shares += [share for part in (deepcompile.features if deepcompile else []) for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),
@@ -345,13 +347,3 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         data.TARGETS: flattened(targets),
         data.WAITING: flattened(kept),
     }
-
-
-def uncounted_bytes(engine: "DeepSpeedEngine") -> int:
-    """Returns the bytes that are held on the device and that torch's allocator does not count."""
-    return sum(part.uncounted_bytes for part in _parts(engine))
-
-
-def _parts(engine):
-    deepcompile = state_of(engine)
-    return [] if deepcompile is None else deepcompile.features

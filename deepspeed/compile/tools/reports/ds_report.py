@@ -2,11 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lines of this fork in ``ds_report``."""
 
+import os
+import subprocess
 from typing import List, Tuple
 
 import torch
 
 from .tested_torch import TESTED, name_of, tested
+
+
+def commit() -> str:
+    """Returns the commit that is installed; of links to a checkout (``pip install -e``), its commit now."""
+    import deepspeed
+
+    if os.path.islink(__file__):
+        command = ["git", "-C", os.path.dirname(os.path.realpath(__file__)), "rev-parse", "--short", "HEAD"]
+        try:
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            pass
+    return deepspeed.__git_hash__
 
 
 def report() -> List[Tuple[str, str]]:

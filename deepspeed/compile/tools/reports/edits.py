@@ -19,9 +19,8 @@ EDITS = {
         ): "      author='the authors of this fork of DeepSpeed',\n      url=os.environ.get('DS_FORK_HOME'),\n",
     },
     "deepspeed/env_report.py": {
-        '    print("DeepSpeed general environment info:")\n': (
-            "    from deepspeed.compile.tools.reports.ds_report import report as report_of_fork\n"
-            "    report.extend(report_of_fork())\n..."
-        ),
+        '    print("DeepSpeed general environment info:")\n': "    report.extend(ds_report.report())\n...",
+        "    max_dots = 33\n": "...    from deepspeed.compile.tools.reports import ds_report\n",
+        "{deepspeed.__git_hash__}": "{ds_report.commit()}",
     },
 }

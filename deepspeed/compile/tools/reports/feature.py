@@ -48,31 +48,31 @@ class Reports(Feature):
         self._compiles = request.compiles
         # Frames compiled before the line after the step, and the seconds of compilations before them.
         self._frames, self._seconds_before = 0, 0.0
-        self._told_of_begin = self._told_of_none = self._told = False
+        self._logged_begin = self._logged_none = self._logged_end = False
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
-        self._tell_after_step()
+        self._log_after_step()
         if self._monitors:
             write_counters(engine)
 
-    def _tell_after_step(self):
+    def _log_after_step(self):
         """Logs a line after the first step that compiled, or if the first step compiled nothing."""
-        if self._told:
+        if self._logged_end:
             return
         if self._frames:
             took = _seconds_of_compilations() - self._seconds_before
             log_notice(f"DeepCompile has compiled {self._what}; compiling took {took:.1f} s")
-            self._told = True
-        elif not self._told_of_none:
+            self._logged_end = True
+        elif not self._logged_none:
             off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
             why = "the step ran no code of the model that is compiled" if self._compiles else off
             log_notice(f"DeepCompile has compiled nothing in the first step, because {why}")
-            self._told_of_none = True
+            self._logged_none = True
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
-        if not self._told_of_begin:
+        if not self._logged_begin:
             log_notice(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
-            self._told_of_begin = True
+            self._logged_begin = True
             # Torch adds the time of a frame, including tracing, when the frame's compilation ends.
             self._seconds_before = _seconds_of_compilations()
         began = time.perf_counter()

@@ -8,6 +8,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
+from ...zero_1_and_2.parameter.carrier import mapped_memory
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -44,12 +45,9 @@ def write_counters(engine: "DeepSpeedEngine") -> None:
     accelerator = get_accelerator()
     # On a CPU, DeepSpeed's accelerator reports the memory of the whole process, and no peak.
     if accelerator.device_name() != "cpu":
-        # It stays from set-up to end.
-        uncounted = 0
-        for feature in state_of(engine).features:
-            uncounted += feature.uncounted_bytes
-        values["memory/peak_allocated"] = accelerator.max_memory_allocated() + uncounted
-        values["memory/peak_reserved"] = accelerator.max_memory_reserved() + uncounted
+        # What is mapped stays from set-up to end.
+        values["memory/peak_allocated"] = accelerator.max_memory_allocated() + mapped_memory.nbytes
+        values["memory/peak_reserved"] = accelerator.max_memory_reserved() + mapped_memory.nbytes
         accelerator.reset_peak_memory_stats()
     # Like DeepSpeed's own values: the name begins with "Train/Samples/", and the step is the number of samples.
     engine.monitor.write_events(

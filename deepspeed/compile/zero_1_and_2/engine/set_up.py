@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -24,8 +25,6 @@ from .options import check_options, overlaps_reduction
 from .state import EngineState
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from ...config import CompileConfig
@@ -121,11 +120,12 @@ def make_reducer(request: Request, identity: int) -> Reducer:
         overlap=overlaps_reduction(request),
         synchronize_before=request.options.sync_before_reduce,
         synchronize_after=request.options.sync_after_reduce,
-        hold_on_cpu=any(cls.meets_in_backward for cls in classes() if cls.is_wanted(request)),
+        # Ranks gather sharded parameters while a backward runs, in another process group.
+        hold_on_cpu=request.options.sharded is not None,
     )
 
 
-def agree_whether_to_hold(reducer: Reducer, group: "ProcessGroup") -> None:
+def agree_whether_to_hold(reducer: Reducer, group: ProcessGroup) -> None:
     """Makes all reducers hold buckets on a CPU if a reducer of any rank asks for it.
 
     An engine that nobody destroyed asks until Python collects it, which each rank does at another time. A rank that

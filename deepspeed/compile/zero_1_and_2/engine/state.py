@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Collection, Iterator, List, Optional, Type
 from ..feature import Feature, Part, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
 from ..gradient.native import Reducer
+from ..hooks import Hook
 from ..layout import Layout
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
@@ -39,13 +40,14 @@ class EngineState:
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of optional parts.
-        self.after_step, self._refuse = overriding(features, "after_step"), overriding(features, "refuse")
-        self._around_update = overriding(features, "around_update")
+        self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
         # Why this engine must not train, if it must not.
         self.why_refused: Optional[str] = "engine.compile() failed half-way; create a new engine"
+        # How a step ended that changed a part of the parameters, and functions that undo what refuses calls since.
+        self._interrupted: Optional[str] = None
+        self._undo_refusals = contextlib.ExitStack()
 
     @property
     def engine(self) -> Optional["DeepSpeedEngine"]:
@@ -60,16 +62,36 @@ class EngineState:
         """Raises RuntimeError if this engine must not train."""
         if self.why_refused is not None:
             raise RuntimeError(self.why_refused)
-        for refuse in self._refuse:
-            refuse()
+        self.refuse_after_interruption()
+
+    def refuse_after_interruption(self) -> None:
+        """Raises RuntimeError if an exception ended a step that was changing parameters."""
+        if self._interrupted is not None:
+            raise RuntimeError(
+                f"the last optimizer step was ended half way ({self._interrupted}), so that parameters may differ "
+                "between ranks; load a checkpoint with its optimizer states before going on"
+            )
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Context of the code of a step that changes parameters."""
-        with contextlib.ExitStack() as stack:
-            for around in self._around_update:
-                stack.enter_context(around(self.engine))
+        """Context of the code of a step that changes parameters.
+
+        After an exception in there, calls of the engine and state dicts of its module raise too.
+        """
+        try:
             yield
+        except BaseException as error:
+            self._interrupted = f"{type(error).__name__}: {error}"
+            if self.engine is not None:
+                refuse = Hook(lambda *_: self.refuse_after_interruption())
+                self._undo_refusals.callback(self.engine.register_forward_pre_hook(refuse).remove)
+                self._undo_refusals.callback(self.engine.module.register_state_dict_pre_hook(refuse).remove)
+            raise
+
+    def forget_interruption(self) -> None:
+        """Called when all ranks have the same parameters again, and at the end of the engine."""
+        self._interrupted = None
+        self._undo_refusals.close()
 
     def let_go(self) -> None:
         """Drops all gradients, and undoes the setup of the engine."""
@@ -79,6 +101,7 @@ class EngineState:
             # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
             # DeepCompile.
             engine._deepcompile_active = False
+        self.forget_interruption()
         self.undo.close()
 
 

@@ -3,16 +3,15 @@
 """How ranks give each other their shards of parameters. For gradients, see ``csrc/includes/deepcompile_carrier.h``."""
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import torch
+from torch.distributed import ProcessGroup, Work
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
 
 # Parameters whose shards have fewer elements are gathered together, so many elements of them at once.
 JOINED_NUMEL = 2**17
@@ -44,7 +43,7 @@ class Carrier(Protocol):
         """Called when flat tensors have moved to the host: their memory on the device is to be free."""
         return
 
-    def beside(self, process_group: "ProcessGroup") -> "Carrier":
+    def beside(self, process_group: ProcessGroup) -> "Carrier":
         """Returns what gathers shards at times at which the carrier's own process group may have other messages.
 
         Args:
@@ -76,7 +75,7 @@ class Collectives(Carrier):
     """Carries by the process group's all-gather. A rank sends its shards itself, so before it writes them again, the
     stream of the step has sent them."""
 
-    def __init__(self, process_group: "ProcessGroup"):
+    def __init__(self, process_group: ProcessGroup):
         self._group = process_group
         self._rank, self._world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._side: Any = None  # the stream on which parameters are copied from where they arrive together
@@ -90,7 +89,7 @@ class Collectives(Carrier):
     def take_in(self, memory: torch.Tensor) -> torch.Tensor:
         return memory
 
-    def beside(self, process_group: "ProcessGroup") -> "Carrier":
+    def beside(self, process_group: ProcessGroup) -> "Carrier":
         return Collectives(process_group)
 
     def gather(
@@ -159,7 +158,7 @@ def in_messages(runs: Sequence[Tuple[int, int]], world: int) -> List[List[Tuple[
 class _Arrival:
     """Parameters that are copied to their places when they have arrived."""
 
-    def __init__(self, work: "Work", places: List[torch.Tensor], arrived: Sequence[torch.Tensor]):
+    def __init__(self, work: Work, places: List[torch.Tensor], arrived: Sequence[torch.Tensor]):
         self._work, self._places, self._arrived = work, places, arrived
 
     def wait(self) -> None:
@@ -177,13 +176,33 @@ def carrier_of(optimizer: DeepSpeedZeroOptimizer, group: int) -> Carrier:
     return carriers[process_group]
 
 
-def carriers_of(optimizer: DeepSpeedZeroOptimizer) -> "Dict[ProcessGroup, Carrier]":
+def carriers_of(optimizer: DeepSpeedZeroOptimizer) -> Dict[ProcessGroup, Carrier]:
     """Returns the carriers of an optimizer's process groups, as far as one was asked for or put here."""
     return vars(optimizer).setdefault("carriers", {})
 
 
+class MappedMemory:
+    """The memory of this process that other ranks have mapped, which torch's allocator does not count."""
+
+    def __init__(self) -> None:
+        # Weak references, because a tensor may get other memory, and its own memory another tensor.
+        self._counted: List[Tuple[StorageWeakRef, int]] = []
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Counts the memory of a tensor as long as the memory lives."""
+        alive = [counted for counted in self._counted if not counted[0].expired()]
+        self._counted = [*alive, (StorageWeakRef(tensor.untyped_storage()), tensor.nbytes)]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(nbytes for memory, nbytes in self._counted if not memory.expired())
+
+
+mapped_memory = MappedMemory()
+
+
 @contextlib.contextmanager
-def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
+def grouped(process_group: ProcessGroup, device: torch.device) -> Iterator[List[Work]]:
     """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
 
     NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
@@ -192,7 +211,7 @@ def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[Lis
         a list to which the caller appends the collectives' works. After the context, the list holds the works to wait
         for: one of the whole group, or the appended ones.
     """
-    works: List["Work"] = []
+    works: List[Work] = []
     if not process_group._get_backend(device).supports_coalescing:
         yield works
         return

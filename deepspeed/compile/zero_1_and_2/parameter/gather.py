@@ -42,11 +42,7 @@ class AllGather:
         :meth:`start`."""
 
     def start(self) -> None:
-        """Called on every rank when the partitions hold their new values.
-
-        Raises:
-            DistBackendError: if the collective failed, for example because another rank died.
-        """
+        """Called on every rank when the partitions hold their new values."""
         for group, layout in enumerate(layouts_of(self._optimizer())):
             with collective(PURPOSE):
                 for work in self.begin(group, [layout.run(place) for place in layout.places]):

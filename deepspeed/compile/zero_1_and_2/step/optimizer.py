@@ -104,8 +104,8 @@ class StepLocalGradients(EvenOrder):
 
 @functools.cache
 def _with_step_local_gradients(cls, *mixins):
-    name = f"StepLocal{cls.__name__}"
-    return type(name, (StepLocalGradients, *mixins, even_class(cls)), {"plain_class": even_class(cls)})
+    even = even_class(cls)
+    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *mixins, even), {"plain_class": even})
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:

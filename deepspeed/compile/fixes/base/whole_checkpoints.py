@@ -1,0 +1,109 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The file ``latest`` names a checkpoint only when all ranks have written it.
+
+To DeepSpeed: the first rank writes ``latest`` when it has written its own files. If another rank is killed while it
+still writes, ``latest`` names a checkpoint that cannot be loaded, although an earlier one is whole. Please wait for
+all ranks first, and put ``latest`` in place by a rename.
+"""
+
+import contextlib
+import functools
+import os
+from typing import TYPE_CHECKING, Callable, ContextManager, NoReturn, Optional
+
+import deepspeed.comm as dist
+from deepspeed.utils.logging import logger
+
+from ...zero_1_and_2.collectives import every_rank_raises
+from . import checkpoint_files
+from .timeouts import trains_here
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
+    """Decorates ``engine.save_checkpoint()``: if it raises, every rank that is left says which checkpoint is whole."""
+
+    @functools.wraps(save)
+    def save_checkpoint(engine, save_dir, tag=None, *args, **kwargs):
+        try:
+            return save(engine, save_dir, tag, *args, **kwargs)
+        except BaseException:
+            if save_dir and os.path.isdir(save_dir):
+                _say_which_is_whole(engine, save_dir, tag)
+            raise
+
+    return save_checkpoint
+
+
+def _say_which_is_whole(engine, folder, tag):
+    tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    latest, may_be_mixed = checkpoint_files.read_latest(folder), checkpoint_files.drop(engine.checkpoint_engine)
+    if latest is None:
+        last = "it has no whole checkpoint yet, or none that the file latest names"
+    elif latest != tag:
+        last = f"the last whole one is {latest}"
+    elif may_be_mixed:
+        last = "a part of it may be of the earlier one with this tag"
+    else:
+        last = "the last whole one is the earlier one with this tag"
+    logger.error(f"the checkpoint {tag} in {folder} was not saved; {last}")
+
+
+def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
+    """Called on all ranks when each has written its files: gives these their names, and names the checkpoint.
+
+    An earlier checkpoint of the same tag stays whole until all ranks have written.
+
+    Raises:
+        Exception: on every rank, if a rank could not write a file. Without DeepCompile on that rank alone.
+    """
+    writer = engine.checkpoint_engine
+    with _on_every_rank(engine, f"write its files of the checkpoint {info.tag}"):
+        checkpoint_files.raise_error(writer)
+    if writer.is_decoupled():
+        # Not within a context: an engine that writes in other processes calls a collective, and waits for them.
+        writer.commit(info)
+    with _on_every_rank(engine, f"put its files of the checkpoint {info.tag} in place"):
+        if not writer.is_decoupled():
+            writer.commit(info)
+    if info.save_latest:
+        with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
+            # Where each host has a folder of its own, each has the file.
+            if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
+                path = os.path.join(info.save_dir, checkpoint_files.LATEST)
+                with checkpoint_files.replacing(path) as other, open(other, "w") as file:
+                    file.write(info.tag)
+
+
+@contextlib.contextmanager
+def _on_every_rank(engine, purpose):
+    """Context at whose end all ranks meet."""
+    if trains_here(engine):
+        with every_rank_raises(purpose):
+            yield
+    else:
+        yield
+        dist.barrier()
+
+
+def refuse(path: str) -> NoReturn:
+    """Called where files of weights were looked for, and none was found. ``path``: the one that this rank would read.
+
+    Raises:
+        FileNotFoundError: which names another checkpoint.
+    """
+    with checkpoint_files.reading(path):
+        raise FileNotFoundError(path)
+
+
+def reading_partitions(engine: "DeepSpeedEngine") -> ContextManager[Optional[object]]:
+    """Returns the context in which each rank reads the file of its partition.
+
+    If a rank cannot read its file, all ranks raise. Otherwise the others would wait for this one in the exchange of
+    elements. Without DeepCompile there is none, and DeepSpeed loads the others.
+    """
+    return every_rank_raises("read its file of the checkpoint") if trains_here(engine) else contextlib.nullcontext()

@@ -1,0 +1,305 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that end half way: the checkpoint before them is whole, and is found; files that are not whole are named."""
+
+import contextlib
+import functools
+import io
+import os
+import re
+import signal
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.fixes.base import whole_checkpoints
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+from support.checkpoints import Run, differing, start, state, train, whole
+from support.ends import in_processes_of_their_own
+from support.ids import vary
+from support.on_ranks import gathered, on_ranks
+from support.options import outcome
+
+SAVE, REPLACE = torch.save, os.replace
+# The rank that writes a file, and a part of the file's name.
+WEIGHTS, FIRST, SECOND = (0, "model_states"), (0, "zero_pp_rank_0"), (1, "zero_pp_rank_1")
+
+
+def interrupted_in(part, end):
+    """Returns a ``torch.save()`` that writes half of a file with this in its name, and then calls ``end``."""
+
+    def save(value, path, **options):
+        if part not in str(path):
+            return SAVE(value, path, **options)
+        written = io.BytesIO()
+        SAVE(value, written, **options)
+        with open(path, "wb") as file:
+            file.write(written.getvalue()[: written.tell() // 2])
+        end()
+
+    return save
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_disk():
+    raise OSError(28, "No space left on device")
+
+
+def known(folder):
+    """Where a rank keeps what it had when it saved a checkpoint."""
+    return os.path.join(folder, f"rank{dist.get_rank()}.pt")
+
+
+def train_and_save(run, folder, tag):
+    """Returns an engine that has trained for two steps and saved a checkpoint."""
+    engine = start(run)[1]
+    train(engine, run, range(2))
+    engine.save_checkpoint(folder, tag=tag)
+    with whole(engine, run):
+        SAVE(state(engine), known(folder))
+    return engine
+
+
+def killed_in_a_save(run, folder, tags, rank, part):
+    """Saves twice; while a rank writes a file for the second time, it is killed.
+
+    Returns what the other one raised and logged.
+    """
+    engine = train_and_save(run, folder, tags[0])
+    train(engine, run, [2, 3])
+    if dist.get_rank() == rank:
+        torch.save = interrupted_in(part, kill)
+    with mock.patch.object(whole_checkpoints.logger, "error") as error:
+        return outcome(engine.save_checkpoint, folder, tag=tags[1]), error.call_args[0][0]
+
+
+def resumed(run, folder, tag=None):
+    """Returns what loading a checkpoint raises, or the names of what differs from what the rank had at the first."""
+    engine = start(run, seed=1)[1]
+    said = outcome(engine.load_checkpoint, folder, tag=tag)
+    with whole(engine, run):
+        found = said or differing(state(engine), torch.load(known(folder)))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("tags", [("one", "two"), ("one", "one")], ids=["another-tag", "same-tag"])
+@vary(
+    "form, killed",
+    [
+        ({"stage": 2}, SECOND),
+        ({"stage": 1}, WEIGHTS),
+        pytest.param({"stage": 1}, SECOND, marks=pytest.mark.slow),
+        pytest.param({"stage": 2}, FIRST, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "model": "OddSizes", "sharded": True}, SECOND, marks=pytest.mark.slow),
+        pytest.param({"stage": 2, "deepcompile": False}, SECOND, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_killed_in_a_save(ranks, tmp_path, form, killed, tags):
+    """A training would go on from a checkpoint of which a rank has written half, and have lost the one before it."""
+    run, (rank, part) = Run(**{"model": "FillsPartition", **form}), killed
+    answers = in_processes_of_their_own(killed_in_a_save, run, str(tmp_path), tags, rank, part)
+    assert isinstance(answers[1 - rank], tuple), answers
+    raised, logged = answers[1 - rank]
+    assert answers[rank] == "died with exit status -9" and re.match("RuntimeError|DistBackendError", raised)
+    last = "one" if tags[1] == "two" else "the earlier one with this tag"
+    assert logged == f"the checkpoint {tags[1]} in {tmp_path} was not saved; the last whole one is {last}"
+    assert (tmp_path / "latest").read_text() == "one"
+    assert ranks(2).run(resumed, run, str(tmp_path)) == [[], []]
+
+
+@vary("rank, part", [WEIGHTS, SECOND])
+@on_ranks(2)
+def test_a_rank_that_cannot_write(tmp_path, rank, part):
+    """The others would wait for a rank whose disk is full, or take its checkpoint for whole."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    with mock.patch("torch.save", interrupted_in(part, fill_disk)):
+        said = outcome(engine.save_checkpoint, folder, tag="two")
+    ours = "OSError: [Errno 28] No space left on device"
+    other = f"rank {rank} could not write its files of the checkpoint two, so no rank goes on. It says: {ours}"
+    assert said == (ours if dist.get_rank() == rank else f"RuntimeError: {other}")
+    assert gathered(None) and (tmp_path / "latest").read_text() == "one"
+    # Nothing is left of it, which would take the place that the disk lacks.
+    assert [*(tmp_path / "two").iterdir()] == []
+    dist.barrier()
+    engine.save_checkpoint(folder, tag="two")
+    assert (tmp_path / "latest").read_text() == "two" and len([*(tmp_path / "two").iterdir()]) == 3
+    engine.destroy()
+    assert resumed(run, folder) == []
+
+
+def refuse(*_):
+    raise OSError(13, "Permission denied")
+
+
+def replace_all_but(part, other, path):
+    """An ``os.replace()`` that is not permitted for files with ``part`` in their names."""
+    return refuse() if part in os.path.basename(path) else REPLACE(other, path)
+
+
+@vary(
+    "rank, patch, expects",
+    [
+        (0, ("deepspeed.runtime.engine.copyfile", refuse), "write its files of the checkpoint two"),
+        (
+            1,
+            ("os.replace", functools.partial(replace_all_but, "zero_pp_rank_1")),
+            "put its files of the checkpoint two in place",
+        ),
+        (
+            0,
+            ("os.replace", functools.partial(replace_all_but, "latest")),
+            "name the checkpoint two in the file latest",
+        ),
+    ],
+    expects="patch",
+)
+@on_ranks(2)
+def test_a_rank_that_may_not_put_files_in_place(tmp_path, rank, patch, expects):
+    """The others would wait in the next meeting of a save for a rank that has raised, until their time is up."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    with mock.patch(*patch) if dist.get_rank() == rank else contextlib.nullcontext():
+        said = outcome(engine.save_checkpoint, folder, tag="two")
+    ours = "PermissionError: [Errno 13] Permission denied"
+    other = f"RuntimeError: rank {rank} could not {expects}, so no rank goes on. It says: {ours}"
+    assert said == (ours if dist.get_rank() == rank else other)
+    assert gathered(None) and (tmp_path / "latest").read_text() == "one"
+    assert not [*tmp_path.rglob("unfinished_*")]
+    engine.destroy()
+    assert resumed(run, folder) == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_file_of_either_format_that_is_cut_off(tmp_path, zipped):
+    """Torch's error would name no file: it has another class for each format, or none of its own."""
+    writer, path = TorchCheckpointEngine(), tmp_path / "states.pt"
+    writer.zipfile_serialization = zipped
+    writer.save({"state": torch.zeros(1000)}, str(path))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(RuntimeError, match=re.escape(f"{path} is not whole: it was cut off, or changed")):
+        writer.load(str(path))
+
+
+@vary("late", [0, 1])
+@on_ranks(2)
+def test_latest_is_written_last(tmp_path, late):
+    """A rank killed between two other moments than those of the tests above would leave a checkpoint in pieces.
+
+    This also holds for checkpoint engines that write in other processes, in which commit() waits for the files.
+    """
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    before, seen = engine.checkpoint_engine.commit, []
+
+    def commit(info):
+        # No file takes its place before all are written.
+        seen.append(((tmp_path / "latest").read_text(), len([*(tmp_path / "two").iterdir()])))
+        if dist.get_rank() == late:
+            time.sleep(0.3)
+            seen.append(((tmp_path / "latest").read_text(), len([*(tmp_path / "two").iterdir()])))
+        return before(info)
+
+    with mock.patch.object(engine.checkpoint_engine, "commit", commit):
+        engine.save_checkpoint(folder, tag="two")
+    assert {*seen} == {("one", 3)} and (tmp_path / "latest").read_text() == "two"
+    engine.save_checkpoint(folder, tag="three", save_latest=False)
+    assert (tmp_path / "latest").read_text() == "two"
+    engine.destroy()
+
+
+def missing(path):
+    path.unlink()
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.follows("; load the last whole checkpoint in ")
+@vary("damage", [missing, cut_off, empty])
+@vary("rank, part", [WEIGHTS, SECOND])
+@on_ranks(2)
+def test_a_file_that_is_not_whole(tmp_path, rank, part, damage):
+    """A rank would raise what a zip reader says of a file it does not name, while the others wait for that rank."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "whole")
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    engine.destroy()
+    (path,) = (tmp_path / "other").glob(f"*{part}*")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        damage(path)
+    dist.barrier()
+    said = resumed(run, folder, "other")
+    what = " is missing" if damage is missing else " is not whole: it was cut off, or changed"
+    assert f"{path}{what}; load the last whole checkpoint in {folder}, whose tag is 'whole'" in said
+    assert said.startswith(f"RuntimeError: rank {rank} could not read its file") == (
+        part == SECOND[1] and dist.get_rank() != rank
+    )
+    assert resumed(run, folder, "whole") == []
+
+
+@pytest.mark.follows("; load an earlier checkpoint in ")
+@on_ranks(1)
+def test_a_file_that_is_not_whole_of_the_latest(tmp_path):
+    """Whoever has a checkpoint that DeepSpeed named too early would not be told of the earlier one."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "whole")
+    engine.save_checkpoint(folder, tag="other")
+    engine.destroy()
+    cut_off(tmp_path / "other" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert resumed(run, folder).endswith(
+        f"; load an earlier checkpoint in {folder}, such as the one with the tag 'whole'"
+    )
+    assert resumed(run, folder, "whole") == []
+
+
+@pytest.mark.quick
+def test_a_file_of_its_own(tmp_path):
+    """A caller of the checkpoint engine who calls no commit() would find no file, or half of one."""
+    path = tmp_path / "mine.pt"
+    writer = TorchCheckpointEngine()
+    writer.save({"a": 1}, str(path))
+    with mock.patch("torch.save", interrupted_in("mine", fill_disk)), pytest.raises(OSError):
+        writer.save({"a": 2}, str(path))
+    assert writer.load(str(path)) == {"a": 1}
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@on_ranks(2)
+def test_a_file_that_two_ranks_write(tmp_path):
+    """With node-local storage that is no such, a rank would rename or cut off what another one writes."""
+    writer, path = TorchCheckpointEngine(), str(tmp_path / "model.pt")
+    info = CheckpointCommitInfo("one", str(tmp_path), save_latest=False)
+    writer.create(info)
+    writer.save({"a": 1}, path)
+    dist.barrier()
+    writer.commit(info)
+    assert writer.load(path) == {"a": 1}
+    dist.barrier()
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt"]
+
+
+@pytest.mark.quick
+def test_errors_that_files_are_not_to_blame_for(tmp_path):
+    """A class that cannot be imported, or memory that ran out, would be taken for a file that is not whole."""
+    path = tmp_path / "mine.pt"
+    writer = TorchCheckpointEngine()
+    writer.save({"a": 1}, str(path))
+    with mock.patch("torch.load", side_effect=MemoryError("all of it")), pytest.raises(MemoryError, match="all of it"):
+        writer.load(str(path))
