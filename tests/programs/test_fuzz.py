@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.shard_parameters import outside, sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, outside, unsharded_parameters
 from deepspeed.compile.features.update.dynamic_map import BLOCK
 from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
@@ -240,9 +240,9 @@ def train_whole(recipe):
     code that is not compiled calls a module with a hook, Dynamo compiles the call by itself, and a graph gives the
     module's gradients. Other graphs add the gradients of a tensor that several operators read in another order.
     """
-    none = mock.patch.object(sharded_blocks, "frozen_of_blocks", lambda module, blocks, trained: [[]] * len(blocks))
+    none = mock.patch.object(feature, "frozen_of_blocks", lambda module, blocks, trained: [[]] * len(blocks))
     hooked = Hooked if recipe.shards_trained else outside.OutsideUnits
-    with none, mock.patch.object(sharded_blocks, "OutsideUnits", hooked):
+    with none, mock.patch.object(feature, "OutsideUnits", hooked):
         return train(dataclasses.replace(recipe, shards_trained=False, shards=True))
 
 

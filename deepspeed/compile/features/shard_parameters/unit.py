@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def owner(self) -> Any:
-        """The ``ShardedBlocks`` of the unit, which has a weak reference. Without one, it stays whole."""
+        """The ``ShardParameters`` of the unit, which has a weak reference. Without one, it stays whole."""
         return None if self._owner is None else self._owner()
 
     @owner.setter

@@ -18,9 +18,9 @@ from torch.nn import Module, Parameter
 from ...features.blocks.choose_blocks import choose_blocks
 from ...features.blocks.parameters import by_block
 from ...features.copy_engines.carrier import device_bytes
+from ...features.shard_parameters.feature import frozen_of_blocks
 from ...features.shard_parameters.keep import LEFT_FREE, kept_by_default
 from ...features.shard_parameters.outside import large_outside, read_times
-from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
 from ...features.shard_parameters.whole_units import MOST_GATHERED
 from ...features.update.blockwise import SIGNED
 from ...features.update.dynamic_map import BLOCK
