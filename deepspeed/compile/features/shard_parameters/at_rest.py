@@ -15,7 +15,7 @@ import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Tuple, Type
+from typing import TYPE_CHECKING, Any, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -45,6 +45,35 @@ _SHARD = "_shard_at_rest"
 CALLS_WITHIN = 8
 # The module of torch's that has get_model_state_dict().
 CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
+# Why code that reads a parameter at rest raises. The texts take the parameter's name, and what cannot be done with it.
+NOT_HERE = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} here; do it within `with "
+    "unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks enter together"
+)
+NOT_SAVED = (
+    f"{NOT_HERE}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's get_state_dict(), "
+    "which all ranks call"
+)
+_NOT_ALONE = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} by some ranks alone; do it "
+    "on all ranks, or within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
+    "which all ranks enter together"
+)
+_NOT_COMPILED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; call "
+    "that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all "
+    "ranks enter together"
+)
+_NO_COPY = (
+    "a copy of parameter {} was made while compile.shard_parameters had the parameter sharded over the ranks, so it "
+    "has no values and cannot be {}; make it within `with unsharded_parameters(engine):` of "
+    "deepspeed.compile.features.shard_parameters"
+)
+ENDED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters, and its engine was destroyed; make another "
+    "engine of the model, or destroy the engine within `with unsharded_parameters(engine):` to use the model without "
+    "one"
+)
 
 
 class _ParamRef:
@@ -94,7 +123,7 @@ class _ParamRef:
     def write(self, values: torch.Tensor) -> None:
         unit = self.unit()
         if unit is None or self.is_copy:
-            raise self.refusal("changed", refusal)
+            raise self.refusal("changed")
         unit.memory.write(self.name, values)
 
     def gather_with_all(self, stack: contextlib.ExitStack) -> bool:
@@ -107,69 +136,24 @@ class _ParamRef:
             return False
         return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
 
-    def of_copy(self) -> "_ParamRef":
-        """Returns the reference for a copy of the parameter."""
-        of_copy = copy.copy(self)
-        of_copy.is_copy = True
-        return of_copy
-
-    def refusal(self, what: str, of: "Callable[[str, str], RuntimeError]") -> RuntimeError:
+    def refusal(self, what: str, sentence: str = NOT_HERE) -> RuntimeError:
         """Returns the error for code that reads a tensor at rest.
 
         Args:
             what: what cannot be done with it.
-            of: makes the error, of the parameter's name and ``what``, where nothing else is the reason.
+            sentence: where neither the engine's end nor a copy is the reason.
         """
         unit = self.unit()
         if unit is not None and unit.owner is not None and unit.owner.is_closed:
-            return ended(self.name)
-        if self.is_copy:
-            return RuntimeError(
-                f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded "
-                f"over the ranks, so it has no values and cannot be {what}; make it within "
-                "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
-            )
-        return of(self.name, what)
+            sentence = ENDED
+        elif self.is_copy:
+            sentence = _NO_COPY
+        return RuntimeError(sentence.format(self.name, what))
 
     def refusal_without_others(self, what: str) -> RuntimeError:
         """Returns the error where :meth:`gather_with_all` has not gathered it. ``what``: as for :meth:`refusal`."""
         # A rank that compiles does not wait for others, which may have compiled this code before.
-        return self.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
-
-
-def refusal(name: str, what: str) -> RuntimeError:
-    """Returns the error for a read of a parameter at rest that does not gather the parameter."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
-        "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
-        "enter together"
-    )
-
-
-def refusal_alone(name: str, what: str) -> RuntimeError:
-    """Returns the error for a rank that reads a parameter at rest which other ranks do not read."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} by some ranks "
-        "alone; do it on all ranks, or within `with unsharded_parameters(engine):` of "
-        "deepspeed.compile.features.shard_parameters, which all ranks enter together"
-    )
-
-
-def refusal_to_compile(name: str, what: str) -> RuntimeError:
-    """Returns the error for a caller's compiled code that reads a parameter at rest."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; "
-        "call that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
-        "which all ranks enter together"
-    )
-
-
-def refusal_to_save(name: str, what: str) -> RuntimeError:
-    """Returns the error for code that saves a parameter at rest."""
-    return RuntimeError(
-        f"{refusal(name, what)}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
-        "get_state_dict(), which all ranks call"
-    )
+        return self.refusal(what, _NOT_COMPILED if is_traced() else _NOT_ALONE)
 
 
 def refuse_checkpoint(unit: Any, *_: Any) -> None:
@@ -181,16 +165,7 @@ def refuse_checkpoint(unit: Any, *_: Any) -> None:
     if not unit.is_gathered and any(
         frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
     ):
-        raise refusal_to_save(unit.memory.name, "taken by get_model_state_dict()")
-
-
-def ended(name: str) -> RuntimeError:
-    """Returns the error that a parameter at rest raises when its engine was destroyed."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and its engine was destroyed; make "
-        "another engine of the model, or destroy the engine within `with unsharded_parameters(engine):` to use the "
-        "model without one"
-    )
+        raise RuntimeError(NOT_SAVED.format(unit.memory.name, "taken by get_model_state_dict()"))
 
 
 class Resharded(_NextClass):
@@ -211,7 +186,7 @@ class Resharded(_NextClass):
         with contextlib.ExitStack() as stack:
             # Do not gather with all ranks: pickle reads the memory later.
             if not shard.gather(stack):
-                raise shard.refusal("saved", refusal_to_save)
+                raise shard.refusal("saved", NOT_SAVED)
             return shard.values().__reduce_ex__(protocol)
 
     @classmethod
@@ -257,7 +232,7 @@ class Resharded(_NextClass):
             what = f"read or changed ({name})"
             # What a module becomes when it is cast is nothing that a unit gathers.
             if name in _PLACES or _moves_module():
-                raise shards[0].refusal(what, refusal)
+                raise shards[0].refusal(what)
             for shard in shards:
                 if not shard.gather_with_all(stack):
                     raise shard.refusal_without_others(what)
@@ -313,12 +288,11 @@ def _access(function, kind, args):
     if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
         shard = vars(args[0])[_SHARD]
         unit = shard.unit()
-        if unit is not None and unit.memory.trains(shard.name):
-            return _plain(function, *args)
-        raise RuntimeError(
-            f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
-            "requires_grad before the engine is made"
-        )
+        if unit is None or not unit.memory.trains(shard.name):
+            raise RuntimeError(
+                f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; "
+                "set requires_grad before the engine is made"
+            )
     return _plain(function, *args)
 
 
@@ -337,7 +311,9 @@ def _call_at_rest(tensor, function, args, kwargs):
         return None
     copied = torch.empty(tensor.shape, dtype=made.dtype, device=made.device)
     copied.untyped_storage().resize_(0)
-    _put_to_rest(copied, shard.of_copy())
+    of_copy = copy.copy(shard)
+    of_copy.is_copy = True
+    _put_to_rest(copied, of_copy)
     return copied
 
 
@@ -382,7 +358,7 @@ def stands_for(tensor: Any) -> Tuple[Any, str]:
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
     """Returns the error for a tensor at rest with which something, such as "saved", cannot be done."""
-    return vars(tensor)[_SHARD].refusal(what, refusal)
+    return vars(tensor)[_SHARD].refusal(what)
 
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.arriving import is_traced
-from .at_rest import refusal
+from .at_rest import NOT_HERE
 from .comparison import BEGINNING, END, PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
 from .saved_tensors import saving_handles
@@ -204,7 +204,7 @@ class Passes:
         if not in_backward():
             if unit.is_gathered:
                 return
-            raise refusal(unit.memory.name, "read")
+            raise RuntimeError(NOT_HERE.format(unit.memory.name, "read"))
         if schedule is None and unit in self.around:
             self.around.gather(unit)
             return

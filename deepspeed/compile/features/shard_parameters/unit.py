@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
-from .at_rest import ended, keep_owner, mark_resharded, unmark
+from .at_rest import ENDED, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
 
@@ -171,7 +171,7 @@ class Unit:
             if self._works is None:
                 # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
                 assert self.has_ended, self.memory.name
-                raise ended(self.memory.name)
+                raise RuntimeError(ENDED.format(self.memory.name))
             self._wait()
             for _, parameter in self.memory.parameters():
                 unmark(parameter)
