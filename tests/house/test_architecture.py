@@ -70,10 +70,9 @@ WRITERS = {
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
         "zero_1_and_2.step.even_order": "of the optimizer, as long as its elements are in our order",
-        "features.overlap_gather.arriving": "of parameters, while they are on their way",
+        "features.overlap_gather.arriving": "of parameters, on their way or at rest, and of others of these values",
         "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
-        "features.shard_parameters.at_rest": "of parameters, and of other tensors of their values, without memory",
     },
     "set_full_hp_param": {
         "features.update.states": "refuses to set a state in 8 bits",

@@ -15,20 +15,15 @@ import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Tuple, Type
+from typing import Any, Tuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.gradient.backward import in_backward
-from ..overlap_gather.arriving import is_traced
+from ..overlap_gather.arriving import InFront, is_traced, put_in_front, take_from_front
 from ..overlap_gather.without_values import WITHOUT_VALUES
-
-if TYPE_CHECKING:
-    from torch import Tensor as _NextClass
-else:
-    _NextClass = object
 
 # Functions that need no values of a tensor at rest, beside those of WITHOUT_VALUES.
 _DESCRIBE = {"is_complex", "untyped_storage"}
@@ -168,10 +163,8 @@ def refuse_checkpoint(unit: Any, *_: Any) -> None:
         raise RuntimeError(NOT_SAVED.format(unit.memory.name, "taken by get_model_state_dict()"))
 
 
-class Resharded(_NextClass):
+class Resharded(InFront):
     """Comes before the class of a tensor whose memory is given back."""
-
-    gathered_class: Type[torch.Tensor]
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
@@ -336,18 +329,7 @@ def _alias(tensor):
 
 
 def _put_to_rest(tensor, shard):
-    # Modules, optimizers and callers hold the tensor, so it must stay the same object. as_subclass() makes another
-    # one, and torch.utils.swap_tensors() refuses a tensor that has weak references, as those of DeepSpeed.
-    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
-    vars(tensor)[_SHARD] = shard
-
-
-@functools.cache
-def _with_rest(kind):
-    """Returns the class at rest of a class of tensors."""
-    if issubclass(kind, Resharded):
-        return kind
-    return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
+    put_in_front(tensor, Resharded, **{_SHARD: shard})
 
 
 def stands_for(tensor: Any) -> Tuple[Any, str]:
@@ -374,7 +356,4 @@ def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
 
 def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_resharded`."""
-    if isinstance(parameter, Resharded):
-        parameter.__class__ = parameter.gathered_class
-        # A pickle of the parameter has all of its attributes.
-        delattr(parameter, _SHARD)
+    take_from_front(parameter, Resharded, _SHARD)
