@@ -192,7 +192,7 @@ class ShardParameters(Feature, AllGather):
         alone: Callable[[], None] = functools.partial(take_partitions, optimizer, segments, self._group)
         for unit in self.units:
             unit.take_in(alone)
-            alone = unit.reshard_first
+            alone = unit.reshard
         if self.outside is not None:
             self.outside.take_in(alone)
             # Parameters that were cut from the host have no values on a rank but its shards.

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes and the backward of one engine, in which blocks find their units whole (``compile.shard_parameters``)."""
 
+import contextlib
 import functools
 import itertools
 from typing import TYPE_CHECKING, Callable, Dict, List, Optional
@@ -83,15 +84,32 @@ class Passes:
         return functools.partial(self._call_caller, order, call)
 
     def _call_caller(self, order, call, caller, /, *args, **kwargs):
-        return self._call(GatherOrder(self.whole, *order), None, functools.partial(call, caller), args, kwargs)
+        schedule = GatherOrder(self.whole, *order)
+        with self._in_pass(schedule):
+            with saving_handles():
+                output = call(caller, *args, **kwargs)
+            if torch.is_grad_enabled():
+                self._call_when_reached(schedule, args, kwargs, output)
+            if schedule.units:
+                # A rank that has left out the last blocks would go on, and others would wait for it.
+                self._compare(schedule.at)
+        return output
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
-        call, current = functools.partial(call, block), self._active_pass_for(unit)
-        if current is not None:
-            return self._run_unsharded(current, unit, call, args, kwargs)
-        # Someone calls the block by itself.
-        return self._call(GatherOrder(self.whole, [unit], is_of_block=True), unit, call, args, kwargs)
+        current = self._active_pass_for(unit)
+        with contextlib.ExitStack() as stack:
+            if current is None:
+                # Someone calls the block by itself.
+                current = stack.enter_context(self._in_pass(GatherOrder(self.whole, [unit], is_of_block=True)))
+            stack.enter_context(self.whole.in_use(unit))
+            self._reach(current, unit)
+            unit.is_used = True
+            if in_backward():
+                # What checkpointing computes again must save as its forward did, so not from a caller's memory.
+                unit.memory.take_back()
+            with saving_handles():
+                return call(block, *args, **kwargs)
 
     def _active_pass_for(self, unit):
         """Returns the pass or the backward that is under way and has a place for a unit, or None."""
@@ -100,11 +118,6 @@ class Passes:
             if current is not None and unit in current:
                 return current
         return None
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether a call of the model, or of a module that calls blocks, or of a block, is under way."""
-        return bool(self.under_way) or self.around.is_called
 
     def reach(self, unit: Unit) -> bool:
         """Gathers a unit outside of blocks that has a place among those of blocks. Returns whether it has one now."""
@@ -118,7 +131,9 @@ class Passes:
         if self.under_way[:1] == [current] and current.units[-1] is unit:
             self.around.begin_last(current)
 
-    def _call(self, schedule, unit, call, args, kwargs):
+    @contextlib.contextmanager
+    def _in_pass(self, schedule):
+        """Context of a pass."""
         self._end_raised()
         self._refuse_other_tensors()
         self.whole.warn_of_external_views()
@@ -126,10 +141,7 @@ class Passes:
             schedule.keep(self.whole.most_kept, self.around)
         self.under_way.append(schedule)
         try:
-            output = self._run_unsharded(schedule, unit, call, args, kwargs)
-            if unit is None and schedule.units:
-                # A rank that has left out the last blocks would go on, and others would wait for it.
-                self._compare(schedule.at)
+            yield schedule
         except torch.distributed.DistBackendError:
             self.under_way.remove(schedule)
             raise
@@ -137,7 +149,6 @@ class Passes:
             self._leave(schedule)
             raise
         self._leave(schedule)
-        return output
 
     def _refuse_other_tensors(self):
         """Raises RuntimeError if the caller makes torch create tensors into which parameters cannot be gathered."""
@@ -161,22 +172,6 @@ class Passes:
             with collective(PURPOSE):
                 self._moments.start(at)
             self._moments.wait()
-
-    def _run_unsharded(self, current, unit, call, args, kwargs):
-        if unit is None:
-            with saving_handles():
-                output = call(*args, **kwargs)
-            if torch.is_grad_enabled():
-                self._call_when_reached(current, args, kwargs, output)
-            return output
-        with self.whole.in_use(unit):
-            self._reach(current, unit)
-            unit.is_used = True
-            if in_backward():
-                # What checkpointing computes again must save as its forward did, so not from a caller's memory.
-                unit.memory.take_back()
-            with saving_handles():
-                return call(*args, **kwargs)
 
     def _call_when_reached(self, schedule, args, kwargs, output):
         """Makes a backward gather in the order of this pass from its beginning, before it reads saved tensors."""
@@ -240,7 +235,7 @@ class Passes:
 
         Returns whether it is.
         """
-        if not self.is_forward:
+        if not (self.under_way or self.around.is_called):
             return False
         if is_traced() and (self.under_way or unit not in self.around):
             # The next time, the unit shall be here before, or torch would compile this code again.
@@ -259,9 +254,7 @@ class Passes:
         """Called when a backward of the engine has run on this rank."""
         # On other ranks alone, the loss may have needed the engine.
         self.begin_backward()
-        self.end_backward()
-        self.release_kept()
-        self._has_begun = False
+        self._end_backward_of_engine()
         # Other ranks may wait for this rank's part of blocks that this backward has not come to.
         self._compare(END)
 
@@ -275,14 +268,14 @@ class Passes:
     def _end_raised(self):
         """Ends the last backward of the engine if it raised."""
         if (self._backward is not None or self._has_begun) and not in_backward():
-            self.end_backward()
-            self.release_kept()
-            self._has_begun = False
+            self._end_backward_of_engine()
 
-    def release_kept(self) -> None:
-        """Called when a backward has run: releases what was gathered for the backward and was not read there."""
+    def _end_backward_of_engine(self):
+        """Ends a backward of the engine. Releases what was gathered for the backward and was not read there."""
+        self.end_backward()
         self.whole.release_kept()
         self.around.release()
+        self._has_begun = False
 
     def _units_without_gradient(self, caller, called):
         """Counts the units of blocks before the first trained parameter of a module that calls blocks."""

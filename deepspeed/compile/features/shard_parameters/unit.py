@@ -51,7 +51,8 @@ class Unit:
         self._readers: List[Any] = []  # streams that have waited for the gather
         self._owner: "Optional[weakref.ref[Any]]" = None
         self.is_gathered = True
-        self.is_used = False
+        # This rank's shards have no values yet.
+        self.is_used = True
         # Whether trained parameters have been gathered once: those cut from the host have no values here before.
         self._has_trained = False
 
@@ -63,11 +64,6 @@ class Unit:
     @owner.setter
     def owner(self, owner: Any) -> None:
         self._owner = weakref.ref(owner)
-
-    def reshard_first(self) -> None:
-        """Reshards the unit after :meth:`take_in`, unless this rank is the only one."""
-        self.is_used = True
-        self.reshard()
 
     def take_in(self, before: Callable[[], None]) -> None:
         """Moves the parameters into the unit's memory. ``before()`` is called first.
@@ -84,6 +80,11 @@ class Unit:
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether this rank has its part, and nothing is on its way. The memory may stay for those who view it."""
+        return not self.is_gathered and self._works is None
+
+    @property
     def has_ended(self) -> bool:
         """Whether nobody gathers the unit any more, because its engine was destroyed."""
         return self.owner is None or self.owner.is_closed
@@ -96,16 +97,9 @@ class Unit:
         Args:
             at: the block that was reached, which ranks compare, if this unit is the next one.
         """
-        if self.is_gathered or self._works is not None:
-            return
-        self._target = self.memory.allocate_target()
-        self._send(at)
-
-    def compare(self) -> None:
-        """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
-        if not self.is_gathered and self._works is None:
-            with collective(PURPOSE):
-                self.comparison.start()
+        if self.is_at_rest:
+            self._target = self.memory.allocate_target()
+            self._send(at)
 
     def _send(self, at=None, sends_frozen=True):
         memory, works = self.memory, []
@@ -126,7 +120,7 @@ class Unit:
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
         self.memory.external_views_are_current = False
-        if not self.memory.trained or (not self.is_gathered and self._works is None):
+        if not self.memory.trained or self.is_at_rest:
             return
         if not self.is_gathered:
             # What is on its way has the values of before.
@@ -143,7 +137,7 @@ class Unit:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        if not self.is_gathered and self._works is None and self.memory.external_views_are_current:
+        if self.is_at_rest and self.memory.external_views_are_current:
             self.memory.keep_own_part(trained_too=True)
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
@@ -231,11 +225,6 @@ class Unit:
         self.is_gathered = self.is_used = False
         self.memory.free()
         self.memory.external_views_are_current = self.memory.has_external_views and self._has_trained
-
-    def free_unviewed(self) -> None:
-        """Frees the memory of a unit at rest, unless others still have views of it."""
-        if not self.is_gathered and self._works is None:
-            self.memory.free()
 
     def keep(self, owner: Any) -> None:
         """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""
