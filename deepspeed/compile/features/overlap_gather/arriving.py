@@ -10,7 +10,7 @@ not check the parameter for ``__torch_function__``.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Protocol, Type
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Type
 
 import torch
 
@@ -23,20 +23,10 @@ else:
     _NextClass = object
 
 
-class Receiver(Awaited, Protocol):
-    """Waits for parameters."""
-
-    def receive(self, unit: int) -> None:
-        """Waits for the parameters of a unit. They keep their class."""
-
-    def arrive(self, unit: int) -> None:
-        """Waits for the parameters of a unit, and gives them their own class back."""
-
-
 class Arrival(NamedTuple):
     """The object that waits for a parameter, and the parameter's unit."""
 
-    gather: Receiver
+    gather: Awaited
     unit: int
 
 

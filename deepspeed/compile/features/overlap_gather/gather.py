@@ -29,15 +29,6 @@ ALIASED = (
 )
 
 
-def spans_of(runs: Iterable[Tuple[int, int]], world: int) -> List[Tuple[int, int]]:
-    """Lists the spans of runs' shards in a rank's partition, [first, last) in elements. ``runs`` ascend."""
-    spans: List[Tuple[int, int]] = []
-    for first, numel in runs:
-        begin = spans.pop()[0] if spans and spans[-1][1] == first // world else first // world
-        spans.append((begin, (first + numel) // world))
-    return spans
-
-
 class OverlappedGather(AllGather):
     """Sends each partition's parameters to the other ranks while the next forward runs.
 
@@ -93,21 +84,22 @@ class OverlappedGather(AllGather):
             self._has_said_so = True
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
-        """Returns where the first unit lies in this rank's partition of a parameter group: [first, last) in elements.
-
-        A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
-        """
-        return spans_of(self._runs[0][group], layouts_of(self._optimizer())[group].world)
+        # A forward needs the first unit before it begins.
+        world = layouts_of(self._optimizer())[group].world
+        spans: List[Tuple[int, int]] = []
+        for first, numel in self._runs[0][group]:
+            begin = spans.pop()[0] if spans and spans[-1][1] == first // world else first // world
+            spans.append((begin, (first + numel) // world))
+        return spans
 
     def start_first(self) -> None:
-        """Called on every rank when the first unit has its new values, at any time before :meth:`start`."""
         self.wait_all()
         with collective(PURPOSE):
             self._send(0)
         self._sent_first = True
 
     def start(self) -> None:
-        """Called on every rank when the partitions hold their new values. Returns while parameters are being sent."""
+        """Returns while parameters are being sent."""
         if not self._sent_first:
             self.start_first()
         self._sent_first = False
@@ -149,7 +141,6 @@ class OverlappedGather(AllGather):
                     self.before_write()
 
     def receive(self, unit: int) -> None:
-        """Does :meth:`wait` for one unit, but its parameters keep the class that makes readers wait."""
         with self._lock:
             works = self._works.get(unit, [])
             elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
@@ -164,14 +155,12 @@ class OverlappedGather(AllGather):
                 works.pop()
 
     def receive_all(self) -> None:
-        """Does :meth:`receive` for every unit that is on its way."""
         if self._works:
             with self._lock:
                 for unit in sorted(self._works):
                     self.receive(unit)
 
     def arrive(self, unit: int) -> None:
-        """Does :meth:`wait` for one unit, when code reads or writes one of its parameters."""
         self.wait((unit,))
         self.before_write()
 
