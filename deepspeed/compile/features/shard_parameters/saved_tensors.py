@@ -16,8 +16,8 @@ from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .places import KNOWN_STORAGES, TensorSlot
 from .unit import Unit
+from .unit_memory import KNOWN_STORAGES, TensorSlot
 
 if TYPE_CHECKING:
     from .gather_order import GatherOrder
@@ -91,11 +91,10 @@ def _stand_in(tensor, compares):
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = KNOWN_STORAGES.get(tensor.untyped_storage()._cdata)
+        memory = KNOWN_STORAGES.get(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         # The tensor has no memory of its own, for example because it is sparse.
         return None
-    memory = None if reference is None else reference()
     # A lazy conjugate keeps the memory of its unit.
     if memory is None or tensor.is_conj() or tensor.is_neg():
         return None
