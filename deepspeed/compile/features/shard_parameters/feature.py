@@ -4,6 +4,7 @@
 
 import contextlib
 import functools
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Callable, Container, Dict, Iterable, Iterator, List, Optional, Sequence, Union
 
@@ -130,45 +131,42 @@ class ShardParameters(Feature, AllGather):
         trained = registered_parameters(optimizer)
         # Trained parameters that no block holds alone: large ones, and others in a unit that is never resharded.
         self.outside: Optional[Unit] = None
-        of_blocks: List[List[Parameter]] = [[] for _ in blocks]
-        groups = []
         rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
-        if self._shards_trained:
-            dtypes = (flat.dtype for flat in optimizer.bit16_groups_flat)
-            groups = [*zip(context.layouts, dtypes, strict=True)]
-            outside, *of_blocks = by_block(trained, module, blocks)
+        dtypes = (flat.dtype for flat in optimizer.bit16_groups_flat)
+        groups = [*zip(context.layouts, dtypes, strict=True)] if self._shards_trained else []
+        outside, *of_blocks = by_block(trained if self._shards_trained else [], module, blocks)
         self._joint_reads = JointReads(process_group)
         # Engines share the process group.
         first_number = context.identity * UNIT_ID_STRIDE
+        numbers = itertools.count(first_number + FIRST_OF_UNITS)
         names = {parameter: name for name, parameter in module.named_parameters()}
         names_of_modules = {part: name for name, part in module.named_modules()}
 
-        def make_unit(number, name, trained, frozen=()):
+        def make_unit(name, trained, frozen=()):
             def named(parameters):
                 return {names.get(parameter, "a parameter"): parameter for parameter in parameters}
 
             memory = UnitMemory(named(frozen), named(trained), groups, rank, world, self._device)
             memory.frozen.carrier = Collectives(process_group)
-            return Unit(memory, process_group, self._device, first_number + FIRST_OF_UNITS + number, name)
+            return Unit(memory, process_group, self._device, next(numbers), name)
 
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
         for block, frozen, its_trained in of_block:
             if frozen or its_trained:
                 name = f"block {names_of_modules.get(block, type(block).__name__)}"
-                self._unit_of[id(block)] = make_unit(len(self._unit_of), name, its_trained, frozen)
+                self._unit_of[id(block)] = make_unit(name, its_trained, frozen)
         self.units = list(self._unit_of.values())
         moments = Comparison(first_number, "", process_group, self._device)
         self.passes = Passes(self._unit_of, self.units, moments)
         self.whole = self.passes.whole
         large = {}
-        if self._shards_trained:
-            for parameter in large_outside(outside, module, blocks):
-                large[parameter] = make_unit(len(self.units), f"parameter {names.get(parameter)}", [parameter])
-                self.units.append(large[parameter])
-            outside = [parameter for parameter in outside if parameter not in large]
-            if outside:
-                self.outside = make_unit(len(self.units), "parameters outside of blocks", outside)
+        for parameter in large_outside(outside, module, blocks):
+            large[parameter] = make_unit(f"parameter {names.get(parameter)}", [parameter])
+            self.units.append(large[parameter])
+        outside = [parameter for parameter in outside if parameter not in large]
+        if outside:
+            self.outside = make_unit("parameters outside of blocks", outside)
         self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
         for unit in self.units:
             unit.owner = self

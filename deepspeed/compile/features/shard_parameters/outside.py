@@ -37,15 +37,14 @@ LARGE_PART = 1 / 8
 
 def large_outside(parameters: List[Parameter], module: Module, blocks: List[Module]) -> List[Parameter]:
     """Lists those of ``parameters`` that are large and that a module outside of blocks holds, and no block."""
-    largest = max(sum(tensor.nbytes for tensor in plain_tensors(block.parameters())) for block in blocks)
+    sizes = (sum(tensor.nbytes for tensor in plain_tensors(block.parameters())) for block in blocks)
+    smallest = max(LARGE_PART * max(sizes, default=0), 1)
     inside = {id(parameter) for block in blocks for parameter in block.parameters()}
     holders = _holders(module, blocks)
     return [
         parameter
         for parameter in parameters
-        if id(parameter) in holders
-        and id(parameter) not in inside
-        and parameter.nbytes >= max(LARGE_PART * largest, 1)
+        if id(parameter) in holders and id(parameter) not in inside and parameter.nbytes >= smallest
     ]
 
 
