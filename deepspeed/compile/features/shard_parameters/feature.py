@@ -247,7 +247,10 @@ class ShardParameters(Feature, AllGather):
             raise RuntimeError(
                 "unsharded_parameters() was called within a forward or a backward; call it outside of them"
             )
-        with self._whole(None if parameters is None else self._units_of(parameters)):
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        ids = {id(parameter) for parameter in parameters or ()}
+        units = [unit for unit in self.units if any(id(held) in ids for _, held in unit.memory.parameters())]
+        with self._whole(None if parameters is None else units):
             yield
 
     @contextlib.contextmanager
@@ -269,11 +272,6 @@ class ShardParameters(Feature, AllGather):
             return False
         stack.enter_context(self._whole([unit]))
         return True
-
-    def _units_of(self, parameters):
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        ids = {id(parameter) for parameter in parameters}
-        return [unit for unit in self.units if any(id(held) in ids for _, held in unit.memory.parameters())]
 
     def give_up(self) -> None:
         """Gathers all parameters for good. All ranks call it."""

@@ -98,10 +98,10 @@ class Unit:
             at: the block that was reached, which ranks compare, if this unit is the next one.
         """
         if self.is_at_rest:
-            self._target = self.memory.allocate_target()
-            self._send(at)
+            self._send(self.memory.allocate_target(), at)
 
-    def _send(self, at=None, sends_frozen=True):
+    def _send(self, target, at=None, sends_frozen=True):
+        self._target = target
         memory, works = self.memory, []
         # First, because parts of different units may differ in size.
         with collective(PURPOSE):
@@ -111,7 +111,7 @@ class Unit:
             self.comparison.wait()
         with collective(PURPOSE):
             if sends_frozen:
-                works += memory.frozen.gather(self._target)
+                works += memory.frozen.gather(target)
             for segment in memory.trained:
                 # Memory that others have may hold values from before a step.
                 works += segment.gather(memory.buffer)
@@ -127,9 +127,8 @@ class Unit:
             self.finish_gather()
         self._readers = [self._wait_for_readers()]
         self.memory.take_trained_back()
-        self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
-        self._send(sends_frozen=False)
+        self._send(self.memory.buffer, sends_frozen=False)
         # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
         self._wait(until_free=False)
         self._has_trained = True

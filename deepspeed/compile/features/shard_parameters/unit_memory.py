@@ -333,14 +333,11 @@ class UnitMemory:
         if len(sources) != len(slots):
             raise ValueError(f"parameter {name} is made of {len(slots)} tensors, and its new values are not")
         for slot, source in zip(slots, sources, strict=True):
-            self._write(slot, source)
+            if self.has_external_views:
+                slot.memory_in(self.buffer).copy_(source)
+            values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
+            for segment in (self.frozen, *self.trained):
+                segment.write(slot.begin, values)
             with torch._C.DisableTorchFunctionSubclass():
                 # A backward that has read the old values is wrong.
                 torch.autograd.graph.increment_version(slot.tensor)
-
-    def _write(self, slot, source):
-        if self.has_external_views:
-            slot.memory_in(self.buffer).copy_(source)
-        values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
-        for segment in (self.frozen, *self.trained):
-            segment.write(slot.begin, values)
