@@ -10,6 +10,7 @@ import threading
 import weakref
 from typing import Any, Container, Dict, Iterable, List, Set, Tuple
 
+import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
@@ -17,10 +18,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.gradient.native import users_of
 from ...zero_1_and_2.layout import Layout, layouts_of
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
-from .aliases import Aliases
 from .arriving import Arrival, can_be_marked, mark, unmark
 
 ALIASED = (
@@ -69,19 +70,38 @@ class OverlappedGather(AllGather):
         self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
-        self._aliases = Aliases(optimizer)
+        # How many tensors beside parameters each group's flat tensor had at the last look for aliases.
+        self._others = [0] * len(layouts)
         # Whether somebody could read parameters of the current step without waiting, and whether the user knows.
         self._has_aliases = self._has_said_so = False
 
     def before_step(self) -> None:
         # Units that no forward has read are on their way, and their collectives have views of the flat tensor.
         self.wait_all()
-        before, self._has_aliases = self._has_aliases, self._aliases.exist()
+        before, self._has_aliases = self._has_aliases, self._aliases_exist()
         # Not at the first time: what the first step has compiled may keep memory until Python collects it.
         if before and self._has_aliases and not self._has_said_so:
             # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
             log_notice(ALIASED, dist.get_rank())
             self._has_said_so = True
+
+    def _aliases_exist(self):
+        """Whether a tensor that neither the engine nor DeepSpeed has shares the memory of parameters, such as a
+        ``parameter.data``.
+
+        Such an alias has a class of its own, so reading it cannot wait. But it counts as a user of the memory. To be
+        called where no step is under way, which has views of its own. Whoever keeps the outputs of a forward whose
+        backward has not run keeps aliases, too.
+        """
+        optimizer = self._optimizer()
+        for group, flat in enumerate(optimizer.bit16_groups_flat):
+            # Look for parameters each time: the caller may have moved them elsewhere, and kept their memory.
+            users = users_of(flat.untyped_storage()) - _count_in(flat, optimizer.bit16_groups[group])
+            if users != self._others[group]:
+                self._others[group] = _count_in(flat, _tensors_beside_parameters(optimizer, group))
+                if users > self._others[group]:
+                    return True
+        return False
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         # A forward needs the first unit before it begins.
@@ -182,3 +202,29 @@ class OverlappedGather(AllGather):
         finally:
             for unit in list(self._works):
                 self._give_back(unit)
+
+
+def _tensors_beside_parameters(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]:
+    """Lists the tensors beside parameters that DeepSpeed has in a group's flat tensor, and that tensor."""
+    links = (getattr(parameter, "_hp_mapping", None) for parameter in optimizer.bit16_groups[group])
+    tensors = [
+        optimizer.bit16_groups_flat[group],
+        *(link.lp_fragment for link in links if link is not None),
+    ]
+    # A view keeps the tensor of which it is one.
+    tensors += [tensor._base for tensor in tensors if tensor._base is not None]
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _count_in(flat: torch.Tensor, tensors: Iterable[torch.Tensor]) -> int:
+    """Counts the tensors that share a flat tensor's memory."""
+    first = flat.data_ptr()
+    behind = first + flat.numel() * flat.element_size()
+    storage = flat.untyped_storage()._cdata
+    # A parameter that is still being gathered need not arrive to say where it lies.
+    with torch._C.DisableTorchFunctionSubclass():
+        # A tensor without elements has no address.
+        return sum(
+            first <= tensor.data_ptr() < behind or (not tensor.numel() and tensor.untyped_storage()._cdata == storage)
+            for tensor in tensors
+        )
