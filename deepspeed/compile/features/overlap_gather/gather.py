@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributes the new values of parameters after a ZeRO-1/2 step while the next forward runs.
 
-Code that reads or writes a parameter that is being gathered waits (``arriving.py``). The guards of compiled code need
-parameters that have arrived, so ``feature.py`` waits before compiled code runs.
+Code that reads or writes a parameter that is being gathered waits (``arriving.py``, ``feature.py``).
 """
 
 import threading
@@ -34,8 +33,6 @@ class OverlappedGather(AllGather):
     """Sends each partition's parameters to the other ranks while the next forward runs.
 
     Args:
-        optimizer: a ZeRO-1/2 optimizer.
-        layouts: where its parameters lie.
         units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
             forward waits for a whole unit.
         unseen: ids of parameters that C++ code reads without waiting. A step waits for their units.

@@ -134,9 +134,7 @@ class _ParamRef:
     def refusal(self, what: str, sentence: str = NOT_HERE) -> RuntimeError:
         """Returns the error for code that reads a tensor at rest.
 
-        Args:
-            what: what cannot be done with it.
-            sentence: where neither the engine's end nor a copy is the reason.
+        ``what`` cannot be done with it. ``sentence``: where neither the engine's end nor a copy is the reason.
         """
         unit = self.unit()
         if unit is not None and unit.owner is not None and unit.owner.is_closed:

@@ -80,8 +80,7 @@ class Comparison:
     def start(self, at: Optional[At] = None) -> None:
         """Starts to send this rank's number, unless that was started and nobody has waited for it.
 
-        Args:
-            at: the block that was reached, if this is for the next one.
+        ``at``: the block that was reached, if this is for the next one.
         """
         if self._work is not None:
             return

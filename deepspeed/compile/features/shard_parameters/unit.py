@@ -94,8 +94,7 @@ class Unit:
     def start_gather(self, at: Optional[At] = None) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
 
-        Args:
-            at: the block that was reached, which ranks compare, if this unit is the next one.
+        ``at``: the block that was reached, which ranks compare, if this unit is the next one.
         """
         if self.is_at_rest:
             self._send(self.memory.allocate_target(), at)
