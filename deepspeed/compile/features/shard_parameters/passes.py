@@ -16,7 +16,7 @@ from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.arriving import is_traced
 from .at_rest import NOT_HERE
 from .comparison import BEGINNING, END, PURPOSE, Comparison
-from .gather_order import GatherOrder, tensors_in
+from .gather_order import GatherOrder
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -177,7 +177,7 @@ class Passes:
         """Makes a backward gather in the order of this pass from its beginning, before it reads saved tensors."""
         # An input that is handed on is an output of another module, which is reached through it.
         inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
-        for tensor in tensors_in(output):
+        for tensor in _tensors_in(output):
             if tensor.grad_fn is not None and id(tensor) not in inputs:
                 tensor.register_hook(lambda _: self._pre_backward(schedule))
 
@@ -296,3 +296,12 @@ def _makes_other_tensors():
     except NotImplementedError:
         return True
     return type(made) is not torch.Tensor
+
+
+def _tensors_in(values):
+    """Yields tensors, also those of objects that torch does not know."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, torch.Tensor))
