@@ -5,6 +5,7 @@
 from collections import defaultdict
 from typing import Dict, Iterable, List, Set
 
+import torch
 from torch.nn import Module, Parameter
 
 
@@ -20,6 +21,12 @@ def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
 
     walk(module)
     return [*found.values()]
+
+
+def held_by_scripts(module: Module) -> Set[int]:
+    """Returns the ids of the parameters of ScriptModules, whose code runs in C++, where nothing sees it read them."""
+    scripts = (submodule for submodule in module.modules() if isinstance(submodule, torch.jit.ScriptModule))
+    return {id(parameter) for script in scripts for parameter in script.parameters()}
 
 
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:

@@ -5,7 +5,6 @@
 import functools
 from typing import TYPE_CHECKING, Callable, List, Optional
 
-import torch
 from torch.nn import Module, Parameter
 
 from deepspeed.utils import logger
@@ -13,7 +12,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.registered import registered_parameters
 from ..blocks.feature import Blocks, chosen_blocks
-from ..blocks.parameters import by_block
+from ..blocks.parameters import by_block, held_by_scripts
 from .gather import OverlappedGather
 from .guards_of_callers import all_guards
 
@@ -43,7 +42,7 @@ class OverlapGather(Feature):
     def __init__(self, context: SetUpContext):
         blocks, module = context.get(Blocks), context.module
         units = by_block(registered_parameters(context.optimizer), module, blocks.blocks)
-        self.gather = OverlappedGather(context.optimizer, context.layouts, units, _held_by_scripts(module))
+        self.gather = OverlappedGather(context.optimizer, context.layouts, units, held_by_scripts(module))
         context.undo.enter_context(all_guards())
         context.undo.callback(self._end)
         self._units_of_block = {id(block): self.gather.units_of(block.parameters()) for block in blocks.blocks}
@@ -82,12 +81,6 @@ class OverlapGather(Feature):
             self.gather.close()
         except RuntimeError as error:
             logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
-
-
-def _held_by_scripts(module: Module):
-    """Returns the ids of the parameters of ScriptModules, whose code runs in C++."""
-    scripts = (submodule for submodule in module.modules() if isinstance(submodule, torch.jit.ScriptModule))
-    return {id(parameter) for script in scripts for parameter in script.parameters()}
 
 
 FEATURE = OverlapGather

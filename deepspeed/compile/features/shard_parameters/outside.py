@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
-from ..blocks.parameters import modules_outside
+from ..blocks.parameters import held_by_scripts, modules_outside
 from .gather_order import GatherOrder
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -51,15 +51,14 @@ def large_outside(parameters: List[Parameter], module: Module, blocks: List[Modu
 def _holders(module, blocks) -> Dict[int, List[Module]]:
     """Returns id of a parameter -> the modules outside of blocks that hold it themselves.
 
-    Parameters that a ScriptModule holds are left out, because nothing sees it read them.
+    Parameters that a ScriptModule holds are left out.
     """
-    holders, scripted = defaultdict(list), set()
+    holders, scripted = defaultdict(list), held_by_scripts(module)
     for submodule in modules_outside(module, blocks):
         for parameter in submodule.parameters(recurse=False):
-            holders[id(parameter)].append(submodule)
-            if isinstance(submodule, torch.jit.ScriptModule):
-                scripted.add(id(parameter))
-    return {number: held_by for number, held_by in holders.items() if number not in scripted}
+            if id(parameter) not in scripted:
+                holders[id(parameter)].append(submodule)
+    return holders
 
 
 def read_times(

@@ -84,11 +84,6 @@ class Unit:
         """Whether this rank has its part, and nothing is on its way. The memory may stay for those who view it."""
         return not self.is_gathered and self._works is None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nobody gathers the unit any more, because its engine was destroyed."""
-        return self.owner is None or self.owner.is_closed
-
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
     def start_gather(self, at: Optional[At] = None) -> None:
@@ -162,7 +157,6 @@ class Unit:
         if not self.is_gathered:
             if self._works is None:
                 # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
-                assert self.has_ended, self.memory.name
                 raise RuntimeError(ENDED.format(self.memory.name))
             self._wait()
             for _, parameter in self.memory.parameters():
@@ -233,7 +227,7 @@ class Unit:
         """Called when a backward reads the unit. ``schedule``: the pass that saved what the backward reads."""
         if self.owner is not None:
             self.owner.passes.gather_for_backward(self, schedule)
-        if self.has_ended and not self.is_gathered:
+        if self.is_at_rest:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.memory.name}; run the "
                 "backward before destroy(), or the forward again with another engine of the model"
