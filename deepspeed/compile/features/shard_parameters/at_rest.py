@@ -11,7 +11,6 @@ gathered for it. Elsewhere the unit is gathered for this one call, if all ranks 
 
 import contextlib
 import copy
-import functools
 import itertools
 import traceback
 import weakref
@@ -80,7 +79,7 @@ class _ParamRef:
 
     Attributes:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
-        kept: the objects that gather the parameter, kept when its engine is gone.
+        kept: the unit, when its engine is gone.
     """
 
     def __init__(self, name: str, unit: Any):
@@ -97,16 +96,15 @@ class _ParamRef:
         unit = self.unit()
         if unit is None or self.is_copy:
             return False
-        stays = contextlib.nullcontext if unit.owner is None else functools.partial(unit.owner.whole.in_use, unit)
-        with stays():
+        with unit.owner.whole.in_use(unit):
             if isinstance(unit.memory.parameter(self.name), Resharded):
                 if in_backward():
                     unit.gather_for_backward()
-                elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
+                elif not unit.owner.passes.gather_for_forward(unit):
                     return False
             # What a hook changes now is kept.
             unit.is_used = True
-            stack.enter_context(stays())
+            stack.enter_context(unit.owner.whole.in_use(unit))
         return True
 
     def values(self) -> torch.Tensor:
@@ -127,7 +125,7 @@ class _ParamRef:
         ``stack``: when this ends, the parameter is at rest again.
         """
         unit = self.unit()
-        if unit is None or self.is_copy or unit.owner is None:
+        if unit is None or self.is_copy:
             return False
         return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
 
@@ -137,7 +135,7 @@ class _ParamRef:
         ``what`` cannot be done with it. ``sentence``: where neither the engine's end nor a copy is the reason.
         """
         unit = self.unit()
-        if unit is not None and unit.owner is not None and unit.owner.is_closed:
+        if unit is not None and unit.owner.is_closed:
             sentence = ENDED
         elif self.is_copy:
             sentence = _NO_COPY
@@ -346,10 +344,10 @@ def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
     _put_to_rest(parameter, _ParamRef(name, unit))
 
 
-def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
-    """Keeps objects alive as long as a parameter at rest lives."""
+def keep_unit(parameter: torch.Tensor, unit: Any) -> None:
+    """Keeps a ``Unit`` alive as long as a parameter at rest lives."""
     if isinstance(parameter, Resharded):
-        vars(parameter)[_SHARD].kept = owners
+        vars(parameter)[_SHARD].kept = unit
 
 
 def unmark(parameter: torch.Tensor) -> None:

@@ -266,7 +266,7 @@ def _with_values(sharded, state_dict, takes, units=None):
     if sharded.is_closed:
         # What was whole for a moment keeps nothing alive any more.
         for unit in keys_of:
-            unit.keep(sharded)
+            unit.keep()
     return state_dict
 
 

@@ -287,7 +287,7 @@ class ShardParameters(Feature, AllGather):
         self.passes.around.remove_hooks()
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
-            unit.keep(self)
+            unit.keep()
 
 
 FEATURE = ShardParameters

@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
-from .at_rest import ENDED, keep_owner, mark_resharded, unmark
+from .at_rest import ENDED, keep_unit, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
 
@@ -39,6 +39,7 @@ class Unit:
     Attributes:
         comparison: of the unit's number among ranks, when a gather starts.
         is_used: whether code that may change the parameters has run since the unit was gathered.
+        owner: the ``ShardParameters`` that reshards and gathers the unit. Without one, it stays whole.
     """
 
     def __init__(self, memory: UnitMemory, process_group: ProcessGroup, device: torch.device, number: int, name: str):
@@ -49,21 +50,12 @@ class Unit:
         self._target: Any = None  # of a gather
         self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for
         self._readers: List[Any] = []  # streams that have waited for the gather
-        self._owner: "Optional[weakref.ref[Any]]" = None
+        self.owner: Any = None
         self.is_gathered = True
         # This rank's shards have no values yet.
         self.is_used = True
         # Whether trained parameters have been gathered once: those cut from the host have no values here before.
         self._has_trained = False
-
-    @property
-    def owner(self) -> Any:
-        """The ``ShardParameters`` of the unit, which has a weak reference. Without one, it stays whole."""
-        return None if self._owner is None else self._owner()
-
-    @owner.setter
-    def owner(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
 
     def take_in(self, before: Callable[[], None]) -> None:
         """Moves the parameters into the unit's memory. ``before()`` is called first.
@@ -218,15 +210,14 @@ class Unit:
         self.memory.free()
         self.memory.external_views_are_current = self.memory.has_external_views and self._has_trained
 
-    def keep(self, owner: Any) -> None:
+    def keep(self) -> None:
         """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""
         for _, parameter in self.memory.parameters():
-            keep_owner(parameter, owner, self)
+            keep_unit(parameter, self)
 
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass that saved what the backward reads."""
-        if self.owner is not None:
-            self.owner.passes.gather_for_backward(self, schedule)
+        self.owner.passes.gather_for_backward(self, schedule)
         if self.is_at_rest:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.memory.name}; run the "
