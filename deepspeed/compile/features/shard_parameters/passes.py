@@ -11,11 +11,10 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.backward import in_backward
 from ..overlap_gather.arriving import is_traced
 from .at_rest import NOT_HERE
-from .comparison import BEGINNING, END, PURPOSE, Comparison
+from .comparison import BEGINNING, END, Comparison
 from .gather_order import GatherOrder
 from .saved_tensors import saving_handles
 from .unit import Unit
@@ -169,8 +168,7 @@ class Passes:
     def _compare(self, at):
         """Ranks compare where they are, unless units are fixed and a rank may run alone."""
         if not self.whole.are_fixed:
-            with collective(PURPOSE):
-                self._moments.start(at)
+            self._moments.start(at)
             self._moments.wait()
 
     def _call_when_reached(self, schedule, args, kwargs, output):

@@ -90,8 +90,7 @@ class Unit:
         self._target = target
         memory, works = self.memory, []
         # First, because parts of different units may differ in size.
-        with collective(PURPOSE):
-            self.comparison.start(at)
+        self.comparison.start(at)
         if self._device.type == "cpu":
             # Gloo ends a process that gets a message of another size than it waits for.
             self.comparison.wait()

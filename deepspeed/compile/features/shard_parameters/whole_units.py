@@ -26,10 +26,9 @@ import torch
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.backward import in_backward
 from ...zero_1_and_2.messages import warn
-from .comparison import PURPOSE, At
+from .comparison import At
 from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
@@ -213,8 +212,7 @@ class WholeUnits:
                 continue
             if unit.is_at_rest:
                 # The gather begins with this, which says whether the other ranks come.
-                with collective(PURPOSE):
-                    unit.comparison.start()
+                unit.comparison.start()
             _await_others(unit)
             unit.start_gather()
             unit.finish_gather()
