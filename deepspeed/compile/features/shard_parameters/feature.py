@@ -104,11 +104,10 @@ class ShardParameters(Feature, AllGather):
         world = dist.get_world_size(self._group)
         self._shards_trained = shards_all and world > 1
         self._make_units(context, blocks.blocks)
-        self._hooks = [
-            block.register_state_dict_pre_hook(Hook(functools.partial(refuse_checkpoint, self._unit_of[id(block)])))
-            for block in blocks.blocks
-            if id(block) in self._unit_of
-        ]
+        for block in blocks.blocks:
+            if id(block) in self._unit_of:
+                refuse = functools.partial(refuse_checkpoint, self._unit_of[id(block)])
+                context.undo.callback(block.register_state_dict_pre_hook(Hook(refuse)).remove)
         self.is_closed = False
         context.undo.callback(self.close)
         context.backend.rewrites.append(SaveByHooks.of_parameters)
@@ -282,8 +281,6 @@ class ShardParameters(Feature, AllGather):
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self.is_closed = True
         self.whole.leave_as_they_are()
-        for hook in self._hooks:
-            hook.remove()
         self.passes.around.remove_hooks()
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
