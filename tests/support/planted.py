@@ -286,7 +286,7 @@ FAULTS = {
     ),
     "forward does not wait": Fault(
         FEATURES + "overlap_gather/feature.py",
-        {"gather.wait(sorted(units))\n": "pass\n"},
+        {"self.wait(sorted(units))\n": "pass\n"},
         ("features/overlap_gather/test_parameter_gather.py",),
     ),
     "read does not wait": Fault(

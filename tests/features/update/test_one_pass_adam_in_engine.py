@@ -134,9 +134,9 @@ def order_of_a_step(case, fails_on=None):
         case: what to train for three steps.
         fails_on: the rank that cannot compile the pass, or None.
     """
-    from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
+    from deepspeed.compile.features.overlap_gather.feature import OverlapGather
 
-    done, gather = [], OverlappedGather if case.config == OVERLAPPED else AllGather
+    done, gather = [], OverlapGather if case.config == OVERLAPPED else AllGather
 
     def noted(name, cls, method):
         function = getattr(cls, method)
