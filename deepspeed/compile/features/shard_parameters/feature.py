@@ -35,7 +35,7 @@ from .comparison import FIRST_OF_UNITS, UNIT_ID_STRIDE, Comparison
 from .generation import synchronize_generation
 from .joint_reads import JointReads
 from .keep import STEPS_BEFORE, blocks_that_fit, kept_by_default
-from .outside import OutsideUnits, large_outside
+from .outside import large_outside
 from .passes import Passes
 from .rewrite import SaveByHooks
 from .saved_tensors import saving_handles
@@ -155,18 +155,16 @@ class ShardParameters(Feature, AllGather):
             if frozen or its_trained:
                 name = f"block {names_of_modules.get(block, type(block).__name__)}"
                 self._unit_of[id(block)] = make_unit(name, its_trained, frozen)
-        self.units = list(self._unit_of.values())
-        moments = Comparison(first_number, "", process_group, self._device)
-        self.passes = Passes(self._unit_of, self.units, moments)
-        self.whole = self.passes.whole
-        large = {}
+        large: Dict[Parameter, Unit] = {}
         for parameter in large_outside(outside, module, blocks):
             large[parameter] = make_unit(f"parameter {names.get(parameter)}", [parameter])
-            self.units.append(large[parameter])
         outside = [parameter for parameter in outside if parameter not in large]
         if outside:
             self.outside = make_unit("parameters outside of blocks", outside)
-        self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
+        self.units = [*self._unit_of.values(), *large.values()]
+        moments = Comparison(first_number, "", process_group, self._device)
+        self.passes = Passes(module, blocks, self._unit_of, large, moments)
+        self.whole = self.passes.whole
         for unit in self.units:
             unit.owner = self
 
@@ -281,7 +279,7 @@ class ShardParameters(Feature, AllGather):
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self.is_closed = True
         self.whole.leave_as_they_are()
-        self.passes.around.remove_hooks()
+        self.passes.remove_hooks()
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
             unit.keep()
