@@ -119,15 +119,13 @@ class _ParamRef:
             raise self.refusal("changed")
         unit.memory.write(self.name, values)
 
-    def gather_with_all(self, stack: contextlib.ExitStack) -> bool:
-        """Gathers the parameter outside of forwards and backwards, if all ranks do. Returns whether they do.
-
-        ``stack``: when this ends, the parameter is at rest again.
-        """
+    def gather_with_all(self, stack: contextlib.ExitStack, what: str) -> None:
+        """Gathers the parameter outside of forwards and backwards, until ``stack`` ends, if all ranks do. Raises
+        RuntimeError if some do not. ``what``: as for :meth:`refusal`."""
         unit = self.unit()
-        if unit is None or self.is_copy:
-            return False
-        return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
+        if unit is None or self.is_copy or not (unit.is_gathered or unit.owner.gather_with_all(unit, stack)):
+            # A rank that compiles does not wait for others, which may have compiled this code before.
+            raise self.refusal(what, _NOT_COMPILED if is_traced() else _NOT_ALONE)
 
     def refusal(self, what: str, sentence: str = NOT_HERE) -> RuntimeError:
         """Returns the error for code that reads a tensor at rest.
@@ -140,11 +138,6 @@ class _ParamRef:
         elif self.is_copy:
             sentence = _NO_COPY
         return RuntimeError(sentence.format(self.name, what))
-
-    def refusal_without_others(self, what: str) -> RuntimeError:
-        """Returns the error where :meth:`gather_with_all` has not gathered it. ``what``: as for :meth:`refusal`."""
-        # A rank that compiles does not wait for others, which may have compiled this code before.
-        return self.refusal(what, _NOT_COMPILED if is_traced() else _NOT_ALONE)
 
 
 def refuse_checkpoint(unit: Any, *_: Any) -> None:
@@ -166,8 +159,8 @@ class Resharded(InFront):
     def __deepcopy__(self, memo: Any) -> Any:
         with contextlib.ExitStack() as stack:
             shard = vars(self)[_SHARD]
-            if not shard.gather(stack) and not shard.gather_with_all(stack):
-                raise shard.refusal_without_others("copied")
+            if not shard.gather(stack):
+                shard.gather_with_all(stack, "copied")
             return copy.deepcopy(shard.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -223,8 +216,7 @@ class Resharded(InFront):
             if name in _PLACES or _moves_module():
                 raise shards[0].refusal(what)
             for shard in shards:
-                if not shard.gather_with_all(stack):
-                    raise shard.refusal_without_others(what)
+                shard.gather_with_all(stack, what)
             return _call_with_values(function, (args, kwargs), at_rest, shards)
 
 
