@@ -98,9 +98,13 @@ class WholeUnits:
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
                 self.release(other)
             self.free_unviewed()
-            unit.start_gather(at)
-            # Not before: if that raises, a later forward shall raise again, and not wait for what never comes.
             self._is_kept[unit] = False
+            try:
+                unit.start_gather(at)
+            except BaseException:
+                # A later forward shall raise this error again, and not wait for what never comes.
+                del self._is_kept[unit]
+                raise
         if is_kept:
             del self._is_kept[unit]
             self._is_kept[unit] = True
