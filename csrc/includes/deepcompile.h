@@ -726,6 +726,8 @@ private:
     /// gradients that a user may know of to `dropped`; see Dropped.
     void abandon(BackwardState how, Dropped& dropped);
     bool is_abandoned() const { return state_ == BackwardState::raised || state_ == BackwardState::unfinished; }
+    /// Before targets are dropped: a stream besides their own may still add to them, or read them.
+    void record_targets() const;
     /// Moves bound and unreduced gradients, and those kept for nodes of other tasks, to `dropped`.
     void forget_gradients(Dropped& dropped);
 

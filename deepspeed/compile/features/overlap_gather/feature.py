@@ -201,24 +201,19 @@ class OverlapGather(Feature, AllGather):
                 for index in units:
                     self.receive(index)
                     self._give_back(index)
-                # From here on, nothing tells that the caller writes a parameter, for example between a forward and its
-                # backward.
-                if not self._works:
-                    self.before_write()
 
     def receive(self, unit: int) -> None:
         with self._lock:
             works = self._works.get(unit, [])
             elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
-            while works:
-                # Drop a work only after its wait succeeded. If a wait raised, every later wait must raise too,
-                # because the parameters must not be used.
+            # Keep the works until the parameters have their class again: another stream of the caller's may read them
+            # next, and must wait too. If a wait raised, every later one must raise, because nobody may use them.
+            for work in works:
                 with collective(PURPOSE):
-                    works[-1].wait()
+                    work.wait()
                     if elsewhere:
                         with get_accelerator().stream(self._stream):
-                            works[-1].wait()
-                works.pop()
+                            work.wait()
 
     def receive_all(self) -> None:
         if self._works:
@@ -228,7 +223,6 @@ class OverlapGather(Feature, AllGather):
 
     def arrive(self, unit: int) -> None:
         self.wait((unit,))
-        self.before_write()
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:

@@ -200,9 +200,13 @@ class Unit:
         # A gather that is on its way still writes.
         self._wait()
         if self.is_gathered:
+            # A backward that ran on another stream than its caller's ends on the caller's.
+            stream = self._wait_for_readers()
             are_moved = self.memory.take_back()
             if are_moved or self.is_used or self.memory.are_changed():
                 self.memory.keep_own_part(trained_too=self._has_trained)
+                # The copies read the memory after it is freed for the stream that allocated it.
+                self.memory.note_reader(stream)
             for name, parameter in self.memory.parameters():
                 mark_resharded(parameter, name, self)
         self.is_gathered = self.is_used = False

@@ -54,8 +54,8 @@ class Carrier(Protocol):
         """
 
     def before_write(self) -> None:
-        """Called on all ranks before a step writes this rank's shards: makes the current stream wait until the other
-        ranks have read what earlier calls of :meth:`gather` send."""
+        """Called on all ranks before a step writes this rank's shards: makes the current stream wait for what earlier
+        calls of :meth:`gather` have begun, also where nobody has waited for it."""
         return
 
     def gather(
@@ -70,7 +70,8 @@ class Carrier(Protocol):
                 their values, which are ready on the current stream.
 
         Returns:
-            what to wait for, until all runs are filled. No work of the current stream waits for other ranks.
+            what to wait for, until all runs are filled and the other ranks have read this rank's shards, which may be
+            written then. No work of the current stream waits for other ranks.
         """
 
 
