@@ -7,7 +7,6 @@
 
 import ast
 import collections
-import inspect
 import re
 import runpy
 import subprocess
@@ -37,8 +36,6 @@ CALLED_FROM_OUTSIDE = {
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
     "as_they_are",
-    # Where a part puts what carries gradients in another way than the core.
-    "set_carrier",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
@@ -462,26 +459,3 @@ def test_functions_that_other_files_call_are_typed():
             ]
             assert not untyped, f"{path.name}: {function.name}({', '.join(untyped)})"
             assert function.returns or function.name.startswith("__"), f"{path.name}: {function.name}() -> ?"
-
-
-def test_the_native_code_has_what_its_protocols_say():
-    """A method of the native code would take other arguments than the protocol that mypy checks calls against."""
-    from deepspeed.compile.zero_1_and_2.gradient import native
-
-    module = native.reducer_module()
-
-    def members(cls):
-        return {name for name in vars(cls) if not name.startswith("_")}
-
-    classes = ((native.Reducer, module.Reducer), (native.HandedOver, module.HandedOver))
-    assert all(members(protocol) == members(found) for protocol, found in classes)
-    # Optional parts have native modules of their own.
-    apart = {"Reducer", "HandedOver", "Carrier", "copy_engines"}
-    assert members(native.NativeModule) | apart == members(module)
-    for protocol, found in (*classes, (native.NativeModule, module)):
-        properties = {name for name in members(protocol) if isinstance(getattr(protocol, name), property)}
-        for name in members(protocol) - properties:
-            taken = len(re.findall(r"\barg\d+: ", getattr(found, name).__doc__))
-            assert len(inspect.signature(getattr(protocol, name)).parameters) == 1 + taken, name
-    keywords = re.findall(r"(\w+): ", module.Reducer.__init__.__doc__.partition("*,")[2])
-    assert [*inspect.signature(native.Reducer.__init__).parameters] == ["self", *keywords]
