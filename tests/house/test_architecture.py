@@ -44,17 +44,17 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"features.checkpoints.linked_states", "features.checkpoints.feature"},
+    "_hp_optimizer_states_linked": {"features.checkpoints.feature"},
     "offload_gradient_dict": {"features.offload_optimizer.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.own_step": "of the master weights, while the optimizer steps them",
+        "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them",
         "features.update.own_ranges": "of a part of the master weights, while the optimizer steps it",
         "features.offload_optimizer.host_memory": "of the master weights: gives back what the base has made",
         "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
-        "zero_1_and_2.step.own_step": "while the optimizer steps, also a part of the master weights",
+        "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
@@ -68,13 +68,13 @@ WRITERS = {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
         "zero_1_and_2.step.even_order": "of the optimizer, as long as its elements are in our order",
         "features.overlap_gather.arriving": "of parameters, while they are on their way",
-        "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
+        "features.update.masters_in_optimizer": "of what the base keeps of a parameter: its master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
         "features.shard_parameters.at_rest": "of parameters, and of other tensors of their values, without memory",
     },
     "set_full_hp_param": {
         "features.update.states": "refuses to set a state in 8 bits",
-        "features.update.links": "sets parameter and remainder",
+        "features.update.masters_in_optimizer": "sets parameter and remainder",
     },
     "lp_fragment": {
         "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",

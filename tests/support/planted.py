@@ -225,7 +225,7 @@ FAULTS = {
         ("core/test_averaged_gradients.py", "core/test_dtypes.py"),
     ),
     "ranges after the first left out of the update": Fault(
-        CORE + "step/ranges.py",
+        CORE + "step/partitions.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
         ("features/update/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
     ),
@@ -372,7 +372,7 @@ FAULTS = {
     "states not found after a load": Fault(
         FEATURES + "checkpoints/feature.py",
         {
-            "        self._links.forget_places()\n        self._links.link_again(self)\n": (
+            "        self._links.forget_places()\n        self._links.link_again()\n": (
                 "        self._links.forget_places()\n"
             )
         },
