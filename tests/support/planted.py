@@ -129,7 +129,7 @@ FAULTS = {
         ("core/test_options_honoured.py",),
     ),
     "no warning of an option without effect": Fault(
-        FEATURES + "configuration/ignored.py",
+        FEATURES + "configuration/feature.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
         ("features/configuration/test_options_warned.py",),
     ),
