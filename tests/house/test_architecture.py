@@ -45,24 +45,24 @@ WRITERS = {
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
     "_hp_optimizer_states_linked": {"features.checkpoints.feature"},
-    "offload_gradient_dict": {"features.offload_optimizer.host_memory"},
+    "offload_gradient_dict": {"features.offload_optimizer.feature"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
         "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them",
         "features.update.own_ranges": "of a part of the master weights, while the optimizer steps it",
-        "features.offload_optimizer.host_memory": "of the master weights: gives back what the base has made",
+        "features.offload_optimizer.feature": "of the master weights: gives back what the base has made",
         "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
         "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
-        "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "features.muon.feature": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
         "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
         "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
-        "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "features.muon.feature": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",

@@ -155,7 +155,7 @@ FAULTS = {
         ("core/test_cache_key.py", "core/test_graphs.py"),
     ),
     "random numbers drawn anew": Fault(
-        FEATURES + "activation_budget/split.py",
+        FEATURES + "activation_budget/feature.py",
         {"return torch.Tag.nondeterministic_seeded in target.tags": "return False"},
         ("core/test_randomness.py",),
     ),
@@ -280,7 +280,7 @@ FAULTS = {
     ),
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
-        FEATURES + "offload_optimizer/host_memory.py",
+        FEATURES + "offload_optimizer/feature.py",
         {"own_parameters(optimizer, group).write(first, source)": "own_parameters(optimizer, group).write(0, source)"},
         ("features/offload_optimizer/test_offload.py",),
     ),
@@ -426,7 +426,7 @@ FAULTS = {
         ("fixes/base/test_inputs_on_host.py",),
     ),
     "backward reads a buffer that has changed": Fault(
-        FEATURES + "activation_budget/split.py",
+        FEATURES + "activation_budget/feature.py",
         {"        copied.meta[_IS_KEPT] = True\n": ""},
         ("features/activation_budget/test_activation_budget.py",),
     ),

@@ -2,13 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's Muon in an engine: its refusals, the updates of matrices, and the rule that steps them."""
 
-from typing import Iterator, List
+import dataclasses
+from typing import Iterator, List, Optional
+
+import torch
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.layout import layouts_of
-from ...zero_1_and_2.step.rule import Rule, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step, is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
-from .stand_in import StandIn
 
 
 class Muon(Feature):
@@ -42,6 +44,39 @@ class Muon(Feature):
 
 
 FEATURE = Muon
+
+
+class StandIn:
+    """Gives the other rules a partition whose optimizer treats each element by itself."""
+
+    def __init__(self, others: List[Rule]):
+        self._others = others
+
+    def begin(self, partition: Partition) -> Optional[Step]:
+        if partition.step_is_unpatched:
+            optimizer, index = _stand_in(partition.optimizer, partition.index)
+            partition = dataclasses.replace(partition, optimizer=optimizer, index=index)
+        return first_step(self._others, partition)
+
+
+def _stand_in(inner, index):
+    """Returns an optimizer that steps a parameter group element by element, and the group's index there.
+
+    This is the optimizer itself, unless it is DeepSpeed's Muon. Muon steps an update as SGD steps a gradient. Muon
+    steps its other groups by an Adam, which this call makes share Muon's groups and states.
+    """
+    if not is_muon(inner):
+        return inner, index
+    groups = inner.param_groups
+    if groups[index]["use_muon"]:
+        names = ("params", "lr", "weight_decay")
+        return torch.optim.SGD([{name: group[name] for name in names} for group in groups]), index
+    adam = inner.aux_optimizer
+    if adam is None:
+        return inner, index
+    # Share both again, as Muon's own step does: a load replaces them.
+    adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
+    return adam, sum(not group["use_muon"] for group in groups[:index])
 
 
 def _unsupported(request):
