@@ -210,7 +210,7 @@ def _make(shape):
 
 def print_sizes(gpus: int, memory: int) -> None:
     """Prints the peak of each size in some modes, bold where it fits, and in italics where that is tight."""
-    from deepspeed.compile.tools.fits import fits
+    from deepspeed.compile.fits import fits
     from deepspeed.compile.tools.fits.modes import Mode
 
     print(f"| {gpus} GPUs of {memory} GB, peak, GiB | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
 from deepspeed.compile.features.shard_parameters import feature, outside, passes, unsharded_parameters
 from deepspeed.compile.features.update.dynamic_map import BLOCK
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.engine import state
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL

@@ -205,12 +205,12 @@ def updates_compiled_from(numel, large=2**22):
         yield
         return
     from deepspeed.compile.features.update import adam
-    from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
+    from deepspeed.compile.zero_1_and_2.step import partition_gradient, partitions
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
         mock.patch.object(partition_gradient, "IN_PLACE_NUMEL", large),
-        mock.patch.object(ranges, "SMALL_NUMEL", numel),
+        mock.patch.object(partitions, "SMALL_NUMEL", numel),
     ):
         yield
 

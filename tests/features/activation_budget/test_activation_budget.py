@@ -21,7 +21,7 @@ from torch.fx import Graph
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepspeed.compile.features.activation_budget.split import SplitWithin, runs_once, split_joint
+from deepspeed.compile.features.activation_budget.feature import SplitWithin, runs_once, split_joint
 
 from support.beside import Beside, check
 from support.cache_key import check_key_of_a_part

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from deepspeed.compile.features.blocks import reasons
+from deepspeed.compile.features.blocks import compilation_limit
 from deepspeed.compile.features.blocks.feature import Blocks
 
 from support.beside import Beside, Outcome, check, warnings_logged
@@ -157,7 +157,7 @@ def test_a_dynamo_that_keeps_its_reasons_elsewhere():
     graph = torch.fx.symbolic_trace(torch.nn.Identity())
     graph.compile_subgraph_reason = "a graph break"
     with mock.patch.object(torch._dynamo.utils, "get_metrics_context", lambda: None):
-        assert (reasons.failed_guard(), reasons.graph_break(graph)) == ("", "")
+        assert (compilation_limit.failed_guard(), compilation_limit.graph_break(graph)) == ("", "")
 
 
 class Logging(Model):

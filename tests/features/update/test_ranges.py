@@ -21,7 +21,7 @@ from deepspeed.compile.features.update import own_ranges
 from deepspeed.compile.features.update.own_ranges import OwnRanges, OwnStep
 from deepspeed.compile.zero_1_and_2.step.authors import runs_unpatched_step
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.partitions import Ranges
 from deepspeed.compile.zero_1_and_2.step.rule import Partition
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.compile.features.update import masters as masters_module
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.features.update.remainders import split
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (

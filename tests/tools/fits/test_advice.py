@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from torch import nn
 
-from deepspeed.compile.tools.fits import fits
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits.advice import COLUMNS, FEW, few_rows, recommended, text_of
 from deepspeed.compile.tools.fits.estimate import GIB
 from deepspeed.compile.tools.fits.modes import MODES, Mode

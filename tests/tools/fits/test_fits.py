@@ -17,9 +17,11 @@ from torch.nn import functional
 from deepspeed.compile.features.copy_engines.carrier import device_bytes
 from deepspeed.compile.features.shard_parameters import keep
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits import __main__ as command
-from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
-from deepspeed.compile.tools.fits.activations import Activations, Moment
+from deepspeed.compile.tools.fits import configuration, estimate, fsdp2, gradients, liveness, modes, sources
+from deepspeed.compile.tools.fits.activations import Activations
+from deepspeed.compile.tools.fits.liveness import Moment
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 

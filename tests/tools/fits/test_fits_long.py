@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compile.tools.fits import estimate, fits
+from deepspeed.compile.fits import fits
+from deepspeed.compile.tools.fits import estimate
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 

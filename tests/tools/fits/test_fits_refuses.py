@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits import __main__ as command
-from deepspeed.compile.tools.fits import fits, sources
+from deepspeed.compile.tools.fits import sources
 from deepspeed.compile.tools.fits.modes import Mode
 
 from support.ids import vary

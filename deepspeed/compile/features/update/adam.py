@@ -38,8 +38,6 @@ LEAST_NUMEL = 2**24
 # A run of at least so many new parameters is written where it lies. Shorter ones are copied together, because to start
 # a kernel for each would take longer than the copy.
 WRITTEN_IN_PLACE = 2**20
-# Elements to step at once if each operator writes its result to memory.
-EAGER_NUMEL = 2**22
 
 StepRows = Callable[[Elements, Settings], None]
 

@@ -6,7 +6,7 @@ The base holds an fp32 tensor of each partition, which is the parameter of the i
 dtype and device matter. Here that tensor is an expanded view of one NaN. Code that is not listed here reads NaN, and
 ``copy_()`` into the tensor raises.
 
-These functions get or set master weights, by ``masters_in_optimizer.py`` and ``links.py``:
+These functions get or set master weights, by ``masters_in_optimizer.py``:
 
 - ``state_dict()`` and ``load_state_dict()`` of the ZeRO-1/2 optimizer, hence checkpoints of all kinds: an fp32 tensor
   of the whole partition on the host, for the time of the call and as long as the caller keeps the state dict;

@@ -73,8 +73,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     # After the arguments, because torch takes seconds.
     import torch
 
-    from . import fits, sources
+    from . import sources
     from .advice import text_of
+    from .estimate import fits
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
     try:

@@ -279,16 +279,28 @@ def _without_logs():
         logging.disable(before)
 
 
-def fits_of(
+def fits(
     make_model: Callable[[], Module],
-    question: Question,
-    config: Optional[Dict[str, Any]],
-    checkpoint: bool,
-    modes: Optional[Sequence[Mode]],
-    say: Callable[[str], None],
+    config: Optional[Dict[str, Any]] = None,
+    checkpoint: bool = False,
+    modes: Optional[Sequence[Mode]] = None,
+    say: Callable[[str], None] = lambda sentence: None,
+    **asked: Any,
 ) -> Answer:
-    """Computes :func:`deepspeed.compile.tools.fits.fits`."""
-    given, notes = [], []
+    """Estimates the memory that a model needs in each mode.
+
+    Args:
+        make_model: makes the model, as tensors without memory.
+        config: a DeepSpeed configuration, which becomes a mode of its own.
+        checkpoint: whether the configuration's mode computes each block again in the backward.
+        modes: the modes to estimate, by default all that have a meaning.
+        say: a function that gets a sentence about each step of the work.
+        asked: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
+
+    Raises:
+        ValueError: if the model cannot be made, or if the question has an option that is not estimated.
+    """
+    question, given, notes = Question(**asked), [], []
     if config is not None:
         mode, question, notes = configuration.apply(config, question, checkpoint)
         given = [mode]
