@@ -80,6 +80,7 @@ def _peaks(forward, backward, at_rest, step=None):
 FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
 COPIES = {"copy_engines": True}
+SHARED_BY_TWO = COPIES | {"sequence_ranks": 2}
 FROZEN, SHARDED = {"shard_parameters": "frozen"}, {"shard_parameters": "all", "remainders": True}
 
 MEASURED = [
@@ -156,6 +157,10 @@ MEASURED = [
                 _peaks(56.775, 75.488, 46.074, 61.331),
             ),
         )
+    ),
+    *(
+        Measured(PERFORMANCE, "sequences", 2, {"peak": peak}, seq=32768, mode=CHECKPOINT | mode, pieces=SHARED_BY_TWO)
+        for mode, peak in (({}, 6.876), ({"shard_parameters": "all"}, 6.501))
     ),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 43.34}, layers=16, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 82.7}, mode=EIGHT_BIT),

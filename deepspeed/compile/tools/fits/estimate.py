@@ -202,7 +202,7 @@ class Subject:
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
         """Returns the activations of a mode, computed once, or None if the model cannot be traced, or not in time."""
         by_blocks = mode.by_blocks and not self.blocks
-        key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
+        key = by_blocks, question.sequence, question.sequence_ranks, question.micro_batch, *mode.of_activations
         if key in self._activations or key in self.untraceable:
             return self._activations.get(key)
         if self._seconds <= 0:
@@ -210,10 +210,11 @@ class Subject:
             return None
         began = time.monotonic()
         make_batch = question.batch or (lambda *sizes: sources.batch_for(self.model, *sizes))
+        tokens = -(-(question.sequence or 1) // question.sequence_ranks)
 
         def run():
             with self.fake, sources.whole_rows():
-                batch = make_batch(question.micro_batch or 1, question.sequence or 1)
+                batch = make_batch(question.micro_batch or 1, tokens)
                 self._say(f"estimating activations: {mode.name}")
                 return self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
 
