@@ -44,7 +44,8 @@ class Question:
         for name in ("memory", "seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not above 0; use the real number")
-        for name in ("gpus", "sequence", "sequence_ranks", "micro_batch", "accumulation", "lora", "mlp_tiles", "loss_tiles"):
+        parts = ("sequence_ranks", "mlp_tiles", "loss_tiles")
+        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora", *parts):
             value = getattr(self, name)
             # Torch counts the bytes of all of these together in 64 bits.
             if value is not None and not 1 <= value <= MOST:
