@@ -208,7 +208,7 @@ class Resharded(InFront):
                         return same
                 if name == "data" and function.__name__ == "__get__":
                     return _alias(first)
-                if name == "copy_" and not isinstance(args[1], Resharded):
+                if name == "copy_" and args[1:] and not isinstance(args[1], Resharded):
                     vars(first)[_SHARD].write(args[1].detach())
                     return first
             what = f"read or changed ({name})"
@@ -284,7 +284,9 @@ def _plain(function, *args, **kwargs):
 
 def _call_at_rest(tensor, function, args, kwargs):
     """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest; None if that is a copy to be read."""
-    shard, empty = vars(tensor)[_SHARD], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    # A memory format asks for as many dimensions as the tensor has.
+    empty = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    shard = vars(tensor)[_SHARD]
     made = _plain(function, empty, *args[1:], **kwargs)
     if made is empty or function.__name__ == "detach":
         return _alias(tensor)
