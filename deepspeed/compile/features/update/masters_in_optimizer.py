@@ -3,7 +3,9 @@
 """Overrides methods of DeepSpeed's ZeRO-1/2 optimizer while its master weights are remainders."""
 
 import functools
-from typing import Any, Container, Dict, Optional, Type
+from typing import Container, Optional, Type
+
+import torch
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -22,9 +24,8 @@ class RemaindersOfParameters(EvenOrder):
     masters_as_remainders: Masters
     _deepcompile: EngineState
 
-    def state_dict(self) -> Dict[str, Any]:
-        with self.masters_as_remainders.read_on_host():
-            return super().state_dict()
+    def own_masters(self, group: int) -> torch.Tensor:
+        return self.masters_as_remainders.on_the_host(group)
 
     def load_state_dict(self, *args, **kwargs) -> None:
         with self.masters_as_remainders.written_on_host():
