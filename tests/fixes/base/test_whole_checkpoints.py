@@ -176,7 +176,7 @@ WHOLE = "the save did not end well: the checkpoint {tag} in {folder} is whole"
             {"two": WHOLE + ", but the file latest does not name it; load it by its tag", "one": WHOLE},
         ),
     ],
-    expects="patch",
+    expects="patch, logged",
 )
 @vary("tag", ["two", "one"])
 @on_ranks(2)

@@ -4,7 +4,7 @@
 
 import functools
 import weakref
-from typing import Any, Container, Dict, Optional, Type
+from typing import Container, Optional, Type
 
 import torch
 
@@ -25,9 +25,8 @@ class RemaindersOfParameters(EvenOrder):
     masters_as_remainders: Masters
     _deepcompile: EngineState
 
-    def state_dict(self) -> Dict[str, Any]:
-        with self.masters_as_remainders.read_on_host():
-            return super().state_dict()
+    def own_masters(self, group: int) -> torch.Tensor:
+        return self.masters_as_remainders.on_the_host(group)
 
     def load_state_dict(self, *args, **kwargs) -> None:
         with self.masters_as_remainders.written_on_host():
