@@ -17,10 +17,10 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
 from support.ids import vary
+from support.on_ranks import on_ranks
 from support.options import outcome
 from support.training import OVERLAPPED, Case, device, forget_autocast, make_engine
 
-SLOW = pytest.mark.slow
 WIDTH = 8
 
 
@@ -87,33 +87,6 @@ def train(module, engine, case, first, last):
     return losses, [parameter.detach().clone() for parameter in module.parameters()], engine.get_global_grad_norm()
 
 
-def off_and_on(case, on_ranks, folder):
-    """Returns differences between a run without DeepCompile and one with it, and between two with it that resume.
-
-    A new engine resumes from the checkpoint of the run without DeepCompile, and then from that of the run with it.
-    """
-    module, engine = make(dataclasses.replace(case, deepcompile=False), on_ranks)
-    off = train(module, engine, case, 0, 2)
-    engine.save_checkpoint(folder)
-    off_later = train(module, engine, case, 2, 4)
-    engine.destroy()
-    module, engine = make(case, on_ranks)
-    on = train(module, engine, case, 0, 2)
-    saved = os.path.join(folder, "on")
-    engine.save_checkpoint(saved)
-    counters = gradient_counters(engine)
-    held = counters["bound"] + counters["pending"] + counters["unreduced"]
-    engine.destroy()
-    found = [apart(on, off)]
-    # One engine loads both, because each engine compiles anew. It has trained on when it loads the second.
-    module, engine = make(case, on_ranks)
-    for checkpoint in (folder, saved):
-        engine.load_checkpoint(checkpoint)
-        found.append(apart(train(module, engine, case, 2, 4), off_later))
-    engine.destroy()
-    return found, counters["from_graphs"], held
-
-
 def apart(some, others):
     values = max(float((one - other).abs().max()) for one, other in zip(some[1], others[1], strict=True))
     losses = max(abs(one - other) for one, other in zip(some[0], others[0], strict=True))
@@ -131,17 +104,33 @@ def apart(some, others):
         (4, 2, Case(stage=2, accumulation=2, config=OVERLAPPED)),
     ],
 )
-def test_experts_train_as_without_deepcompile(ranks, tmp_path, world, on_ranks, case):
+# Process groups of experts stay for the life of a process.
+@on_ranks("world", stop=True)
+def test_experts_train_as_without_deepcompile(tmp_path, world, on_ranks, case):
     """Experts' gradients would be averaged with those of other experts, or divided by too few ranks."""
-    try:
-        results = ranks(world).run(off_and_on, case, on_ranks, str(tmp_path))
-    finally:
-        # Process groups of experts stay for the life of a process.
-        ranks(world).stop()
-    for found, from_graphs, held in results:
-        for values, losses, norms in found:
-            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0 and held == 0
+    folder = str(tmp_path)
+    module, engine = make(dataclasses.replace(case, deepcompile=False), on_ranks)
+    off = train(module, engine, case, 0, 2)
+    engine.save_checkpoint(folder)
+    off_later = train(module, engine, case, 2, 4)
+    engine.destroy()
+    module, engine = make(case, on_ranks)
+    on = train(module, engine, case, 0, 2)
+    saved = os.path.join(folder, "on")
+    engine.save_checkpoint(saved)
+    counters = gradient_counters(engine)
+    engine.destroy()
+    found = [apart(on, off)]
+    # One engine loads both, because each engine compiles anew. It has trained on when it loads the second.
+    module, engine = make(case, on_ranks)
+    for checkpoint in (folder, saved):
+        engine.load_checkpoint(checkpoint)
+        found.append(apart(train(module, engine, case, 2, 4), off_later))
+    engine.destroy()
+    for values, losses, norms in found:
+        assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
+    assert counters["from_graphs"] > 0
+    assert counters["bound"] + counters["pending"] + counters["unreduced"] == 0
 
 
 class FusedExperts(nn.Module):
@@ -207,26 +196,22 @@ def train_with_auto_ep(deepcompile, stage):
     return trained, from_graphs
 
 
-def auto_ep_off_and_on(stage):
-    off, _ = train_with_auto_ep(False, stage)
-    on, from_graphs = train_with_auto_ep(True, stage)
-    return apart(on, off), from_graphs
-
-
 @pytest.mark.options("expert_parallel")
 @vary("stage", [2], slow=[1])
-def test_auto_ep_trains_as_without_deepcompile(ranks, stage):
+@on_ranks(2, stop=True)
+def test_auto_ep_trains_as_without_deepcompile(stage):
     """Experts would be averaged with those of the other rank."""
-    try:
-        results = ranks(2).run(auto_ep_off_and_on, stage)
-    finally:
-        ranks(2).stop()
-    for (values, losses, norms), from_graphs in results:
-        assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0
+    off, _ = train_with_auto_ep(False, stage)
+    on, from_graphs = train_with_auto_ep(True, stage)
+    values, losses, norms = apart(on, off)
+    assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
+    assert from_graphs > 0
 
 
-def made_with_muon():
+@pytest.mark.follows("which have process groups of their own; use AdamW")
+@on_ranks(1, stop=True)
+def test_muon_is_refused():
+    """Muon would look for matrices in the partitions of all ranks."""
     module = Mixture(2, 1)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -237,31 +222,15 @@ def made_with_muon():
     parameters = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(module.parameters()), "name": "all"}
     )
-    return outcome(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
-
-
-@pytest.mark.follows("which have process groups of their own; use AdamW")
-def test_muon_is_refused(ranks):
-    """Muon would look for matrices in the partitions of all ranks."""
-    try:
-        (said,) = ranks(1).run(made_with_muon)
-    finally:
-        ranks(1).stop()
-    assert said == (
+    assert outcome(deepspeed.initialize, model=module, model_parameters=parameters, config=config) == (
         "ValueError: DeepCompile with ZeRO stage 1: Muon is not supported with experts, which have process groups of "
         "their own; use AdamW"
     )
 
 
-def made_with_offload():
-    return outcome(make, Case(adam=True, offloaded=True), 2)
-
-
 @pytest.mark.follows("is not supported where each expert lies on one rank; leave it out")
-def test_experts_of_one_rank_on_the_host_are_refused(ranks):
+@on_ranks(2, stop=True)
+def test_experts_of_one_rank_on_the_host_are_refused():
     """Their gradients would fill buckets at other places on other ranks."""
-    try:
-        said = ranks(2).run(made_with_offload)
-    finally:
-        ranks(2).stop()
-    assert all("offload_optimizer is not supported where each expert lies on one rank" in text for text in said)
+    said = outcome(make, Case(adam=True, offloaded=True), 2)
+    assert "offload_optimizer is not supported where each expert lies on one rank" in said
