@@ -99,7 +99,7 @@ def test_a_smaller_budget_keeps_less(stage, backend, model, regional, compiled_b
 
 
 @vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
-@vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
+@vary("stage, backend", [(1, "eager")], slow=[(2, "inductor")])
 @on_ranks(1)
 def test_within_checkpointed_layers(stage, backend, model):
     """What a checkpoint wants computed again would be kept, or lost, where a budget splits the graph too."""

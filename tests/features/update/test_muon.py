@@ -111,7 +111,7 @@ def errors_of(actual, expected):
     return [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
 
 
-@vary("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@vary("world", [2], slow=[3])
 @vary("saves", ["DeepCompile", "DeepSpeed"])
 @on_ranks("world")
 def test_checkpoints_go_both_ways(tmp_path, world, saves):

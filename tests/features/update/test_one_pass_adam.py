@@ -428,7 +428,7 @@ def test_the_host_does_not_wait_for_a_range(settings):
                 torch.cuda.set_sync_debug_mode("default")
 
 
-@vary("name", ["AdamW", "DeepSpeed's Adam", pytest.param("AdamW maximize", marks=pytest.mark.slow)])
+@vary("name", ["AdamW", "DeepSpeed's Adam"], slow=["AdamW maximize"])
 def test_new_values_may_be_written_over_gradients(name):
     """With offloading both are in one memory, so generated code that wrote first would read parameters."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))

@@ -126,7 +126,7 @@ ADAMS = {
     "states, make",
     [*(("fp32", name) for name in ADAMS), ("8bit", "AdamW")],
 )
-@vary("steps", [20, pytest.param(10_000, marks=pytest.mark.slow)])
+@vary("steps", [20], slow=[10_000])
 def test_master_weights_have_the_bits_of_those_in_fp32(states, make, steps, monkeypatch):
     """Master weights that lose a bit somewhere would train otherwise than with the option off."""
     beside = Beside(ADAMS[make], in_8_bits=states == "8bit")
