@@ -55,14 +55,14 @@ WRITERS = {
     },
     "param_groups": {
         "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
-        "features.muon.feature": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "features.update.muon_in_engine": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
         "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
         "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
-        "features.muon.muon": "the momentum of whole matrices, before a rule steps",
-        "features.muon.feature": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "features.update.muon": "the momentum of whole matrices, before a rule steps",
+        "features.update.muon_in_engine": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
@@ -83,7 +83,7 @@ WRITERS = {
     "torch._dynamo.config": {
         "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",
-        "features.muon.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
+        "features.update.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
     },
 }
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.muon.muon import MOMENTUM
+from deepspeed.compile.features.update.muon import MOMENTUM
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 

@@ -271,7 +271,7 @@ FAULTS = {
             ),
             "                transform.run(optimizer)\n": "                pass\n",
         },
-        ("features/muon/test_muon.py",),
+        ("features/update/test_muon.py",),
     ),
     "step that an exception ended is forgotten": Fault(
         CORE + "engine/state.py",
@@ -376,7 +376,7 @@ FAULTS = {
                 "        self._links.forget_places()\n"
             )
         },
-        ("features/muon/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
+        ("features/update/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
     ),
     # Copy engines ---------------------------------------------------------------------------------------------------
     "slot staged again before all peers have pulled it": Fault(

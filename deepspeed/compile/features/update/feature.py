@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The updates of Adam and AdamW in an engine: the form of states and master weights, and the rules that step them."""
+"""The updates of an engine: the form of states and master weights, and the rules that step them."""
 
 import weakref
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -15,10 +15,12 @@ from ...zero_1_and_2.parameter.gather import AllGather
 from ...zero_1_and_2.step.even_order import EvenOrder
 from ...zero_1_and_2.step.rule import Rule
 from ..checkpoints.feature import Checkpoints
+from . import muon_in_engine
 from .adam import OnePassAdam, RefuseOwnStep, problem_with, unsupported_forms
 from .every_step import THIRD_STATE, EightBitStep, EveryStepAdam
 from .masters import Masters
 from .masters_in_optimizer import RemaindersOfParameters, use_remainders
+from .muon import is_muon
 from .own_ranges import OwnRanges
 from .states import StatesOfAdam
 
@@ -51,6 +53,11 @@ class Update(Feature):
             yield from _unsupported_states(request)
         if request.options.store_param_remainders:
             yield from _unsupported_master_weights(request)
+        yield from muon_in_engine.refusals(request)
+
+    @classmethod
+    def warnings(cls, request: Request) -> Iterator[str]:
+        return muon_in_engine.clipped_updates(request.engine.optimizer)
 
     optimizer_mixins: Tuple[type, ...] = (FormOfStates,)
 
@@ -65,6 +72,7 @@ class Update(Feature):
         if request.options.store_param_remainders:
             self._masters = Masters(optimizer, only(context.features, "gather") or AllGather(optimizer))
             self.optimizer_mixins = (FormOfStates, RemaindersOfParameters)
+        self.transform, self._has_muon = muon_in_engine.transform_of(context), is_muon(optimizer.optimizer)
         self._links = context.get(Checkpoints)
         self._optimizer, self._group = weakref.ref(optimizer), context.engine.seq_data_parallel_group
 
@@ -88,7 +96,7 @@ class Update(Feature):
             remainders = None if self._masters is None else self._masters.remainders
             asked = REMAINDERS if self._masters is not None else "optimizer_states='8bit'"
             rules = [EveryStepAdam(self._in_8_bits, remainders), RefuseOwnStep(asked)]
-        return rules
+        return [muon_in_engine.StandIn(rules)] if self._has_muon else rules
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:

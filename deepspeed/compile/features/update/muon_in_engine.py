@@ -7,47 +7,35 @@ from typing import Iterator, List, Optional
 
 import torch
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.layout import layouts_of
-from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step
+from .adam import is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 
 
-class Muon(Feature):
-    """Orthogonalizes gradients of matrices, and lets other rules step partitions that Muon itself would step whole."""
+def refusals(request: Request) -> Iterator[str]:
+    """Yields a sentence for each reason why an engine cannot train with its Muon."""
+    yield from _unsupported(request)
+    if request.engine.optimizer is not None:
+        yield from _unsupported_matrices(request.engine.optimizer)
 
-    @classmethod
-    def refusals(cls, request: Request) -> Iterator[str]:
-        yield from _unsupported(request)
-        if request.engine.optimizer is not None:
-            yield from _unsupported_matrices(request.engine.optimizer)
 
-    @classmethod
-    def warnings(cls, request: Request) -> Iterator[str]:
-        yield from _clipped_updates(request.engine.optimizer)
-
-    @classmethod
-    def is_wanted(cls, request: Request) -> bool:
-        return is_muon(request.engine.optimizer.optimizer)
-
-    def __init__(self, context: SetUpContext):
-        optimizer, matrices = context.optimizer, matrices_of(context.optimizer, context.layouts)
-        if matrices:
-            batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
-            self.transform = Orthogonalizer(matrices, batch_numel)
+def transform_of(context: SetUpContext) -> Optional[Orthogonalizer]:
+    """Returns what orthogonalizes gradients of matrices, or None if there are none, as with another optimizer."""
+    optimizer, matrices = context.optimizer, matrices_of(context.optimizer, context.layouts)
+    if is_muon(optimizer.optimizer):
         # Free the memory of steps without DeepCompile: nothing is pending. Here, only steps that are taken change the
         # momentum, in place.
         optimizer._muon_pending_momentum.clear()
-
-    def rules(self, others: List[Rule]) -> List[Rule]:
-        return [StandIn(others)]
-
-
-FEATURE = Muon
+    batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
+    return Orthogonalizer(matrices, batch_numel) if matrices else None
 
 
 class StandIn:
-    """Gives the other rules a partition whose optimizer treats each element by itself."""
+    """The rule that gives other rules a partition whose optimizer treats each element by itself."""
 
     def __init__(self, others: List[Rule]):
         self._others = others
@@ -132,7 +120,7 @@ def _unsupported_matrices(optimizer):
         )
 
 
-def _clipped_updates(optimizer):
+def clipped_updates(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
     """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
     norm = norm_of_updates(matrices_of(optimizer, layouts_of(optimizer)))
     if 0 < optimizer.clip_grad < norm:

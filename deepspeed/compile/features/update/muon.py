@@ -3,7 +3,7 @@
 """DeepSpeed's Muon: turns the gradients of matrices into orthogonalized updates before their norm is taken.
 
 An update overwrites its gradient. The rest of the step treats each element by itself, so other rules run it
-(``feature.py``).
+(``muon_in_engine.py``).
 
 Each matrix has owners, which compute its update: the ranks in whose partitions DeepSpeed would have a part of it. So
 they keep the momentum that DeepSpeed's checkpoints have. Most matrices have one owner; the boundaries between n

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import deepspeed
-from deepspeed.compile.features.muon.muon import MOMENTUM, _update, norm_of_updates
+from deepspeed.compile.features.update.muon import MOMENTUM, _update, norm_of_updates
 
 from support.beside import logged
 from support.ids import vary
