@@ -11,7 +11,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.layout import layouts_of
-from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step
+from .adam import is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 
 
