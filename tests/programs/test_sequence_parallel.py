@@ -192,19 +192,26 @@ def test_tokens_attend_as_on_one_rank(world, packed, window, case):
 
 
 def test_rows_that_hold_several_texts():
-    """Rows that end in padding would need a mask, and nobody would learn that flex_attention takes none."""
+    """Rows that end in padding would need a mask, models that attend to later tokens too would get a causal one, and
+    nobody would learn that flex_attention takes none."""
+    module, both_ways = torch.nn.Module(), torch.nn.Module()
+    both_ways.is_causal = False
     positions = torch.tensor([[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 1, 0]])
     attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="sdpa")
     packed_rows.look(attention, positions[:1])
-    assert packed_rows.mask(attention, positions, None, None) is None
+    assert packed_rows.mask(attention, module, positions, None, None) is None
     packed_rows.look(attention, positions)
-    seen = packed_rows.mask(attention, positions, None, 2)
+    seen = packed_rows.mask(attention, module, positions, None, 2)
     assert seen.shape == (2, 1, 6, 6)
     assert seen[1, 0].nonzero().tolist() == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 3], [4, 4], [5, 5]]
+    assert torch.equal(packed_rows.mask(attention, both_ways, positions, None, 2), seen | seen.mT)
+    whole = packed_rows.mask(attention, module, positions, None, None)
+    assert whole[1, 0, 2].tolist() == [True, True, True, False, False, False]
+    assert torch.equal(packed_rows.mask(attention, both_ways, positions, None, None), whole | whole.mT)
     attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="flex_attention")
     with warnings_logged() as said:
         packed_rows.look(attention, positions)
-    assert said == [packed_rows.FLEX] and packed_rows.mask(attention, positions, "given", 2) == "given"
+    assert said == [packed_rows.FLEX] and packed_rows.mask(attention, module, positions, "given", 2) == "given"
 
 
 @pytest.mark.options("seq_parallel_communication_data_type")

@@ -379,4 +379,4 @@ def test_what_others_wrote_runs_once(target, once):
 @pytest.mark.quick
 def test_source_that_was_edited():
     """Generated code that was split by the source before would be used."""
-    check_key_of_a_part("split.py", split=SplitWithin(0.5))
+    check_key_of_a_part("feature.py", split=SplitWithin(0.5))

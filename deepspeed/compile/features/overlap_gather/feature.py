@@ -75,8 +75,8 @@ class OverlapGather(Feature, AllGather):
         for group, layout in enumerate(context.layouts):
             for place in layout.places:
                 self._runs[self._unit_of[id(place.parameter)]][group].append(layout.run(place))
-        # Number of a unit that is being gathered -> what is on its way that nobody has waited for.
-        self._works: Dict[int, list] = {}
+        # Number of a unit that is being gathered -> what is on its way, and the streams that have waited for that.
+        self._works: Dict[int, Tuple[list, set]] = {}
         # Two threads of the caller may read one parameter.
         self._lock = threading.RLock()
         # The stream on which the units were sent.
@@ -183,7 +183,7 @@ class OverlapGather(Feature, AllGather):
         works = [work for group, runs in enumerate(self._runs[unit]) if runs for work in self.begin(group, runs)]
         if not works:
             return
-        self._works[unit], self._stream = works, get_accelerator().current_stream()
+        self._works[unit], self._stream = (works, set()), get_accelerator().current_stream()
         if unit not in self._not_overlapped:
             mark(self._living(unit), Arrival(self, unit))
 
@@ -204,8 +204,10 @@ class OverlapGather(Feature, AllGather):
 
     def receive(self, unit: int) -> None:
         with self._lock:
-            works = self._works.get(unit, [])
-            elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
+            stream, (works, waited) = get_accelerator().current_stream(), self._works.get(unit, ((), set()))
+            if stream in waited:
+                return
+            elsewhere = bool(works) and stream != self._stream
             # Keep the works until the parameters have their class again: another stream of the caller's may read them
             # next, and must wait too. If a wait raised, every later one must raise, because nobody may use them.
             for work in works:
@@ -214,6 +216,7 @@ class OverlapGather(Feature, AllGather):
                     if elsewhere:
                         with get_accelerator().stream(self._stream):
                             work.wait()
+            waited.update((stream, self._stream))
 
     def receive_all(self) -> None:
         if self._works:

@@ -7,7 +7,7 @@ states. An engine without ``compile.optimizer_states`` that loads 8-bit states g
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Dict
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Mapping
 
 import torch
 
@@ -124,7 +124,7 @@ def _refuse_other_forms_and_partitions(states, order):
         raise ValueError(OTHER_PARTITION)
 
 
-class _Fragments(dict):
+class _Fragments(Mapping):
     """State -> its values for one parameter in this rank's partition, fp32 1-D. Each read computes them.
 
     Args:
@@ -133,13 +133,23 @@ class _Fragments(dict):
     """
 
     def __init__(self, states: Dict[str, Any], first: int, last: int):
-        super().__init__(dict.fromkeys(SIGNED))
-        self._states, self._first, self._last = states, first, last
+        self._states, self._first, self._last, self._names = states, first, last, tuple(SIGNED)
 
     def __getitem__(self, state: str) -> torch.Tensor:
-        # Raises KeyError for another name, and when states have moved: then the links are cleared, and made again.
-        super().__getitem__(state)
+        if state not in self._names:
+            raise KeyError(state)
+        # States may have moved to the host and back since.
         return fp32_values(self._states, state, self._first, self._last)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def clear(self) -> None:
+        """Called when states move. The base links parameters again afterwards."""
+        self._names = ()
 
 
 def _set(function, value, optim_state_key=None):

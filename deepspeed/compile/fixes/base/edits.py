@@ -114,7 +114,7 @@ EDITS = {
         '        kwargs["position_ids"] = torch.cat(position_ids_list, dim=1)\n': (
             "..."
             "        window = kwargs.get('sliding_window')\n"
-            "        attention_mask = packed_rows.mask(self, kwargs['position_ids'], attention_mask, window)\n"
+            "        attention_mask = packed_rows.mask(self, module, kwargs['position_ids'], attention_mask, window)\n"
         ),
         "            chunk_len = seq_length // self.sp_world_size\n": (
             "...            packed_rows.look(getattr(self, 'attention', None), batch['position_ids'])\n"

@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING, Optional
 
 import torch
+from torch.nn import Module
 
 from deepspeed.utils import logger
 
@@ -47,23 +48,30 @@ def _warn():
 
 
 def mask(
-    attention: "UlyssesSPAttentionHF", position_ids: torch.Tensor, given: Optional[torch.Tensor], window: Optional[int]
+    attention: "UlyssesSPAttentionHF",
+    module: Module,
+    position_ids: torch.Tensor,
+    given: Optional[torch.Tensor],
+    window: Optional[int],
 ) -> Optional[torch.Tensor]:
     """Returns which tokens attend to which, bool [rows, 1, tokens, tokens], or ``given`` if that needs no saying.
 
     Args:
+        module: the model's own attention. If its ``is_causal`` is false, tokens attend to later ones as to earlier.
         position_ids: of whole rows, int64 [rows, tokens].
         given: what DeepSpeed would take.
-        window: to how many tokens a token attends, itself included; None: to all before it.
+        window: to how many tokens a token attends, itself and those before it; None: to all.
     """
     packed, tokens = attention.rows_are_packed, position_ids.shape[1]
     if attention.core_attn_implementation != "sdpa" or not (packed or window is not None and tokens > window):
         return given
     places = torch.arange(tokens, device=position_ids.device)
-    distance = places[:, None] - places
-    seen = (distance >= 0)[None]
+    # Only bool has a value for each pair of tokens.
+    query, farthest = places[:, None], tokens if window is None else window
+    last = query if getattr(module, "is_causal", True) else query + farthest - 1
+    seen = (places <= last)[None]
     if window is not None:
-        seen = seen & (distance < window)
+        seen = seen & (places > query - window)
     if packed:
         texts = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
         seen = seen & (texts[:, :, None] == texts[:, None])

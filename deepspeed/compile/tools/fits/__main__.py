@@ -107,7 +107,8 @@ def as_json(answer: Any) -> Dict[str, Any]:
         }
         for row in answer.rows
     ]
-    asked = {**{name: getattr(answer.question, name) for name in ASKED}, "dtype": str(answer.question.dtype)}
+    asked = {name: getattr(answer.question, name) for name in (*ASKED, "sequence_ranks")}
+    asked["dtype"] = str(answer.question.dtype)
     known = {"model": answer.model, "elements": answer.elements, "trained": answer.trained}
     return {**known, **asked, "rows": rows, "left_out_gib": answer.left_out, "notes": answer.notes}
 

@@ -58,7 +58,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         config.setdefault(_MICRO, 1)
 
     # Ranks that share a sequence are one for DeepSpeed's batch sizes. ZeRO cuts the states over all of them.
-    sharing = config.get("sequence_parallel_size") or 1
+    sharing = config.get("sequence_parallel_size") or question.sequence_ranks
     if not isinstance(sharing, int) or sharing < 1 or question.gpus % sharing:
         raise ValueError(f"{_SAYS} has sequence_parallel_size {sharing!r}, which does not divide {question.gpus} GPUs")
 
