@@ -225,3 +225,13 @@ sched("sequential", lambda o: S.SequentialLR(o, [S.LinearLR(o, 0.1, total_iters=
 sched("plateau", lambda o: S.ReduceLROnPlateau(o, patience=0), metric=True)
 sched("lambda", lambda o: S.LambdaLR(o, lambda i: 1 / (1 + i)))
 if __name__ == "__main__": main()
+@case
+def rollback_ideal(E):
+    d = folder(E); m = LM(); e = E.engine(m, gradient_accumulation_steps=2)
+    run(E, e, 2, acc=2); e.save_checkpoint(d, tag="good")
+    on = bool(getattr(e._config.compile_config, "deepcompile", False))
+    if on:
+        x = E.x(77); e.backward(ce(e(x), x)); e.step()
+    e.load_checkpoint(d, tag="good"); e.optimizer.zero_grad()
+    run(E, e, 2, 5, acc=2)
+    return E.params(e) | {"gs": e.global_steps, "ms": e.micro_steps}
