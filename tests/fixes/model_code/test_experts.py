@@ -120,6 +120,18 @@ def apart(some, others):
     return values, losses, abs(some[2] - others[2])
 
 
+def check_off_and_on(pool, make, case, on_ranks, folder):
+    try:
+        results = pool.run(off_and_on, make, case, on_ranks, str(folder))
+    finally:
+        # Process groups of experts stay for the life of a process.
+        pool.stop()
+    for found, from_graphs, held in results:
+        for values, losses, norms in found:
+            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
+        assert from_graphs > 0 and held == 0
+
+
 @pytest.mark.options("expert_parallel")
 @vary(
     "world, on_ranks, case",
@@ -133,15 +145,7 @@ def apart(some, others):
 )
 def test_experts_train_as_without_deepcompile(ranks, tmp_path, world, on_ranks, case):
     """Experts' gradients would be averaged with those of other experts, or divided by too few ranks."""
-    try:
-        results = ranks(world).run(off_and_on, make, case, on_ranks, str(tmp_path))
-    finally:
-        # Process groups of experts stay for the life of a process.
-        ranks(world).stop()
-    for found, from_graphs, held in results:
-        for values, losses, norms in found:
-            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0 and held == 0
+    check_off_and_on(ranks(world), make, case, on_ranks, tmp_path)
 
 
 class FusedExperts(nn.Module):
@@ -220,14 +224,7 @@ def make_for_auto_ep(case, on_ranks):
 )
 def test_auto_ep_trains_as_without_deepcompile(ranks, tmp_path, world, case):
     """Experts would be averaged with those of the other rank, and resume with their states."""
-    try:
-        results = ranks(world).run(off_and_on, make_for_auto_ep, case, 2, str(tmp_path))
-    finally:
-        ranks(world).stop()
-    for found, from_graphs, held in results:
-        for values, losses, norms in found:
-            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0 and held == 0
+    check_off_and_on(ranks(world), make_for_auto_ep, case, 2, tmp_path)
 
 
 def train_where_one_rank_overflows(make, case):
