@@ -80,6 +80,7 @@ def _peaks(forward, backward, at_rest, step=None):
 FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
 COPIES = {"copy_engines": True}
+SHARED_BY_TWO = COPIES | {"sequence_ranks": 2}
 FROZEN, SHARDED = {"shard_parameters": "frozen"}, {"shard_parameters": "all", "remainders": True}
 
 MEASURED = [
@@ -157,6 +158,10 @@ MEASURED = [
             ),
         )
     ),
+    *(
+        Measured(PERFORMANCE, "sequences", 2, {"peak": peak}, seq=32768, mode=CHECKPOINT | mode, pieces=SHARED_BY_TWO)
+        for mode, peak in (({}, 6.876), ({"shard_parameters": "all"}, 6.501))
+    ),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 43.34}, layers=16, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 82.7}, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 67.56}, layers=16, mode={"chunked_loss": True}),
@@ -210,7 +215,7 @@ def _make(shape):
 
 def print_sizes(gpus: int, memory: int) -> None:
     """Prints the peak of each size in some modes, bold where it fits, and in italics where that is tight."""
-    from deepspeed.compile.tools.fits import fits
+    from deepspeed.compile.fits import fits
     from deepspeed.compile.tools.fits.modes import Mode
 
     print(f"| {gpus} GPUs of {memory} GB, peak, GiB | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")

@@ -205,7 +205,7 @@ def train(run: Run) -> dict[str, int]:
 
 def estimated(run: Run) -> dict[str, int]:
     """Returns what tools/fits says of a run, in bytes."""
-    from deepspeed.compile.tools.fits import fits
+    from deepspeed.compile.fits import fits
 
     answer = fits(run.make, run.config, run.checkpoint, modes=(), sequence=run.sequence, gpus=1)
     row = answer.first

@@ -116,7 +116,7 @@ def step_partition(
     from deepspeed.compile.features.update.own_ranges import OwnStep
     from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-    from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+    from deepspeed.compile.zero_1_and_2.step.partitions import Ranges
     from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
@@ -141,9 +141,8 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         What updates all parameters by a fused AdamW in one pass.
     """
     from deepspeed.compile.features.update import adam as one_pass
-    from deepspeed.compile.features.update.eight_bit import EightBitAdam
+    from deepspeed.compile.features.update.every_step import EveryStepAdam
     from deepspeed.compile.features.update.remainders import split
-    from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
     from deepspeed.compile.zero_1_and_2.layout import SHARD_MULTIPLE
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
@@ -174,18 +173,18 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
             times.print_row(f"AdamW {kind}, {name}", took, floor, most_memory(run))
             if (kind, updates is None) == ("fused", False):
                 update = run
-    run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam())
+    run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EveryStepAdam(in_8_bits=True))
     took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
     times.print_row("AdamW, 8-bit states", took, floor, most_memory(run))
-    for name, states, size in (
-        ("fp32 states", EveryStepAdam, BYTES_OF_AN_UPDATE),
-        ("8-bit states", EightBitAdam, BYTES_WITH_8_BITS),
+    for name, in_8_bits, size in (
+        ("fp32 states", False, BYTES_OF_AN_UPDATE),
+        ("8-bit states", True, BYTES_WITH_8_BITS),
     ):
         # In pieces, because the whole in 32 bits several times does not fit beside the states of the runs before.
         remainders = torch.empty_like(new, dtype=torch.int16)
         for masters, parameters, rests in zip(*(tensor.split(2**26) for tensor in (master.data, new, remainders))):
             parameters[:], rests[:] = split(masters)
-        rule = RemaindersAdam([remainders], states())
+        rule = EveryStepAdam(in_8_bits, [remainders])
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
         times.print_row(f"remainders, {name}", took, floor, most_memory(run))

@@ -37,6 +37,8 @@ SHAPES = {
     "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, tie_word_embeddings=True),
     "qwen3-32b": Shape(64, 5120, 25600, 64, 8, 128, 151936, tie_word_embeddings=False),
     "qwen3-30b-a3b": Shape(48, 2048, 6144, 32, 4, 128, 151936, False, 128, 8, 768),
+    # That of "benchmarks.exchanges sequences".
+    "sequences": Shape(8, 2048, 6144, 16, 8, 128, 32000, tie_word_embeddings=False),
     # Many layers that compute little, so that the time of a step is the host's.
     "deep": Shape(28, 64, 192, 4, 2, 16, 1024, tie_word_embeddings=False),
     "tiny": Shape(2, 128, 384, 4, 2, 32, 1024, tie_word_embeddings=False),

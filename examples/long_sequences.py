@@ -43,10 +43,14 @@ config = {
     "compile": {"deepcompile": True, **({"shard_parameters": "all"} if args.shard else {})},
 }
 ulysses = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+# Accelerate must know how many sequences there are at a time.
+sequences = int(os.environ.get("WORLD_SIZE", 1)) // args.ranks
 training = TrainingArguments(
     output_dir="trained",
     deepspeed=config,
-    parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=args.ranks, sp_handler=ulysses),
+    parallelism_config=ParallelismConfig(
+        sp_backend="deepspeed", sp_size=args.ranks, dp_shard_size=sequences, sp_handler=ulysses
+    ),
     accelerator_config={"use_configured_state": not torch.cuda.is_available()},
     bf16=torch.cuda.is_available(),
     gradient_checkpointing=True,

@@ -277,6 +277,7 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
     record_event(current_stream(device_)).block(gathers_.stream);
     const uint32_t number = ++gathers_begun_;
     signals_->expect(Channel::updated, number);
+    signals_->expect(Channel::gathered, number);
     post(gathers_, Channel::updated, number);
     for (size_t index = 0; index < shards.size(); ++index) {
         const auto bytes = bytes_of(shards[index]);
@@ -298,6 +299,8 @@ c10::intrusive_ptr<c10d::Work> CopyEngines::gather(const std::vector<at::Tensor>
         }
     }
     post(gathers_, Channel::gathered, number);
+    // Whoever has waited may write this rank's shards next: a hook of the caller's, or code that the caller compiled.
+    for (const auto peer : shape_.peers()) { wait(gathers_, peer, Channel::gathered, number); }
     return c10::make_intrusive<Carried>(record_event(gathers_.stream), device_, signals_);
 }
 
@@ -305,10 +308,7 @@ void CopyEngines::before_write()
 {
     std::lock_guard lock(mutex_);
     signals_->check();
-    if (gathers_begun_ == 0) { return; }
     use_context();
-    signals_->expect(Channel::gathered, gathers_begun_);
-    for (const auto peer : shape_.peers()) { wait(gathers_, peer, Channel::gathered, gathers_begun_); }
     record_event(gathers_.stream).block(current_stream(device_));
 }
 

@@ -139,6 +139,11 @@ void StreamOrder::let_wait(const c10::Stream& stream) const
     if (last_ && *last_ != stream) { record_event(*last_).block(stream); }
 }
 
+void StreamOrder::let_last_wait(const c10::Stream& stream) const
+{
+    if (last_ && *last_ != stream) { record_event(stream).block(*last_); }
+}
+
 void StreamOrder::record_on_last(const at::Tensor& tensor) const
 {
     if (several_ && !tensor.is_cpu()) { tensor.record_stream(*last_); }

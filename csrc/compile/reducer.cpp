@@ -318,6 +318,8 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
     // if no accumulation node has run. So this function does not rely on the current stream: it works on the stream
     // that used the gradients last, and makes the current stream wait for that one in the end.
     const auto caller = streams_.current();
+    // Outside of a backward the caller's stream may have changed `parameter.grad`, for example clipped it.
+    if (torch::autograd::get_current_graph_task_id() == -1) { streams_.let_last_wait(caller); }
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();
     if (reduces && !in_backward()) { begin_turns(); }
@@ -405,10 +407,15 @@ void Reducer::compare_and_await_targets()
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
+    record_targets();
+    streams_.forget_other_streams();
+}
+
+void Reducer::record_targets() const
+{
     for (const auto& group : groups_) {
         for (const auto& [offset, target] : group.targets) { streams_.record_on_last(target); }
     }
-    streams_.forget_other_streams();
 }
 
 void Reducer::await_others()
@@ -436,6 +443,7 @@ void Reducer::release(std::optional<int64_t> group)
     if (!group) {
         forget_gradients(dropped);
     } else if (*group < static_cast<int64_t>(groups_.size())) {
+        record_targets();
         // The optimizer's views of a partition may outlive the engine's groups.
         groups_[*group].release(dropped);
     }
@@ -443,6 +451,7 @@ void Reducer::release(std::optional<int64_t> group)
 
 void Reducer::forget_gradients(Dropped& dropped)
 {
+    record_targets();
     for (auto& group : groups_) { group.release(dropped); }
     const int task = torch::autograd::get_current_graph_task_id();
     for (auto& record : records_) {

@@ -40,7 +40,7 @@ of those elements. A rank's partition of a parameter group is its shards of all 
                         other. PartitionGradient gives the optimizer the gradients range by range, scaled and in
                         the dtype of the master weights, and drops a target when its last element has been taken. A
                         flat partition is itself the gradient of the master weights, without a copy. A partition
-                        that must not be cut is one range: WholeStep in step/own_step.py frees its gradient at
+                        that must not be cut is one range: WholeStep in step/partitions.py frees its gradient at
                         `master.grad = None`. At the end of the step, also of one that overflowed or raised,
                         BackwardLife.release() calls
                         Reducer::release() without a group, which frees the rest. From then on the reducer holds
@@ -726,6 +726,8 @@ private:
     /// gradients that a user may know of to `dropped`; see Dropped.
     void abandon(BackwardState how, Dropped& dropped);
     bool is_abandoned() const { return state_ == BackwardState::raised || state_ == BackwardState::unfinished; }
+    /// Before targets are dropped: a stream besides their own may still add to them, or read them.
+    void record_targets() const;
     /// Moves bound and unreduced gradients, and those kept for nodes of other tasks, to `dropped`.
     void forget_gradients(Dropped& dropped);
 

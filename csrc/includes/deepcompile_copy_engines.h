@@ -263,10 +263,10 @@ public:
     /// the same place on all ranks, and holds this rank's shard. Or `shards` has this rank's shard of each run, in a
     /// memory of add_flat(), at the same place on all ranks; then the run may lie anywhere, and gets this shard too.
     /// This rank's shards are ready on the current stream. All ranks call this function with the same runs, in the same
-    /// order. wait() of the work makes the current stream wait.
+    /// order. wait() of the work makes the current stream wait, also until all peers have pulled this rank's shards, which
+    /// may be written again then.
     c10::intrusive_ptr<c10d::Work> gather(const std::vector<at::Tensor>& runs, const std::vector<at::Tensor>& shards);
-    /// Makes the current stream wait until all peers have pulled what gather() sends. After it, this rank may write its
-    /// shards again.
+    /// Makes the current stream wait for all that gather() has begun, whoever holds its work.
     void before_write();
 
     /// Waits for this carrier's streams, and lets go of the words.

@@ -118,6 +118,8 @@ public:
     const std::optional<c10::Stream>& last() const { return last_; }
     /// Makes `stream` wait for the last use, without making `stream` the last one.
     void let_wait(const c10::Stream& stream) const;
+    /// Makes the stream of the last use wait for what `stream` has been given so far.
+    void let_last_wait(const c10::Stream& stream) const;
 
     /// Forgets that several streams used the memory. To be called when the current stream waits for all of them.
     void forget_other_streams() { several_ = false; }

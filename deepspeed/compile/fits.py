@@ -9,7 +9,7 @@
 
 import sys
 
-from .tools.fits import fits
+from .tools.fits.estimate import fits
 
 __all__ = ["fits"]
 

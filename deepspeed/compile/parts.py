@@ -38,7 +38,6 @@ NAMES = (
     "features.loss",
     "features.shard_parameters",
     "features.update",
-    "features.muon",
     "tools.fits",
 )
 

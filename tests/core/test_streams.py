@@ -36,6 +36,27 @@ BUCKETS = [150, 10**6]
 CYCLES = 4 * 10**9
 
 
+def beside_plain(case):
+    """Returns a model and its engine, and a copy of the model with its optimizer, which a plain loop trains."""
+    module = build(case)
+    plain = copy.deepcopy(module)
+    return module, make_engine(module, case), plain, make_optimizer(plain, case)
+
+
+def step_plain(plain, optimizer):
+    average_gradients(plain)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def end_beside(plain, engine):
+    """Returns the error of the engine's parameters."""
+    torch.cuda.synchronize()
+    error = relative_error(engine.module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
 class Accumulated(NamedTuple):
     """What came of accumulating gradients over two streams."""
 
@@ -75,9 +96,7 @@ def accumulate_over_streams(case, how):
             "dropped", where ``zero_grad()`` comes behind that backward, and another one on the second stream behind it
             ends the step.
     """
-    rank, module = dist.get_rank(), build(case)
-    plain = copy.deepcopy(module)
-    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    rank, (module, engine, plain, optimizer) = dist.get_rank(), beside_plain(case)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     busy_one = case.accumulation - (2 if how == "dropped" else 1)
     intact, ahead, filled = True, 0, []
@@ -115,13 +134,8 @@ def accumulate_over_streams(case, how):
             (plain(ids, skip) / case.accumulation).backward()
             if how == "dropped" and micro_step == busy_one:
                 optimizer.zero_grad()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.cuda.synchronize()
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Accumulated(error, intact, ahead)
+        step_plain(plain, optimizer)
+    return Accumulated(end_beside(plain, engine), intact, ahead)
 
 
 @pytest.mark.parametrize("how", ["joined", "unused", "dropped"])
@@ -139,10 +153,10 @@ def test_micro_batches_on_two_streams(ranks, model, backend, bucket, how):
         assert result.error < BOUND
 
 
-@pytest.mark.parametrize("how", ["joined", "unused"])
+@pytest.mark.parametrize("how", ["joined", "unused", "dropped"])
 def test_targets_of_two_streams(ranks, how):
     """A target would belong to the stream that allocated it, and be used again while another stream adds to it."""
-    case = Case(stage=2, accumulation=2, steps=4)
+    case = Case(stage=2, accumulation=3 if how == "dropped" else 2, steps=4)
     for result in ranks(2).run(accumulate_over_streams, case, how):
         assert result.ahead >= 2 and result.intact
         assert result.error < BOUND
@@ -195,13 +209,8 @@ def train_in_a_side_stream(case):
                     waited = default_done.query()
                 engine.step()
                 (plain(ids) / case.accumulation).backward()
-            average_gradients(plain)
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.cuda.synchronize()
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return InASideStream(error, streams, waited, deferred)
+            step_plain(plain, optimizer)
+    return InASideStream(end_beside(plain, engine), streams, waited, deferred)
 
 
 def _deferred_bytes():
@@ -273,3 +282,34 @@ def test_memory_of_a_send_that_failed_is_not_used_again_too_early(ranks):
     for seen in ranks(2).run(memory_after_a_send_that_failed):
         assert "not supported for NCCL" in seen.message
         assert seen.intact
+
+
+def scale_in_a_region_on_another_stream(case):
+    """Each backward of a region runs on a side stream, and the default one, which is kept busy, scales its sums.
+
+    Returns the error of the parameters beside a plain loop.
+    """
+    rank, (module, engine, plain, optimizer) = dist.get_rank(), beside_plain(case)
+    side = torch.cuda.Stream()
+    for step in range(case.steps):
+        ids = batch(step, 0, rank, 4)
+        torch.cuda.synchronize()
+        with engine.coalesce_grad_reduction():
+            with torch.cuda.stream(side):
+                engine.backward(engine(ids))
+            torch.cuda.current_stream().wait_stream(side)
+            torch.cuda._sleep(CYCLES)
+            scaled = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+            assert scaled
+            torch._foreach_mul_(scaled, 1 / (1 + step))
+        engine.step()
+        plain(ids).backward()
+        torch._foreach_mul_([parameter.grad for parameter in plain.parameters()], 1 / (1 + step))
+        step_plain(plain, optimizer)
+    return end_beside(plain, engine)
+
+
+def test_sums_that_another_stream_scales(ranks):
+    """The stream that used the gradients last would reduce sums that the caller's stream has still to scale."""
+    for error in ranks(2).run(scale_in_a_region_on_another_stream, Case(steps=4)):
+        assert error < BOUND

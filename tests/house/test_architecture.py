@@ -7,7 +7,6 @@
 
 import ast
 import collections
-import inspect
 import re
 import runpy
 import subprocess
@@ -37,8 +36,6 @@ CALLED_FROM_OUTSIDE = {
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
     # What a rule may ask for of a gradient.
     "as_they_are",
-    # Where a part puts what carries gradients in another way than the core.
-    "set_carrier",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
@@ -47,37 +44,36 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"features.checkpoints.linked_states", "features.checkpoints.feature"},
-    "offload_gradient_dict": {"features.offload_optimizer.host_memory"},
+    "_hp_optimizer_states_linked": {"features.checkpoints.feature"},
+    "offload_gradient_dict": {"features.offload_optimizer.feature"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.own_step": "of the master weights, while the optimizer steps them",
+        "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them",
         "features.update.own_ranges": "of a part of the master weights, while the optimizer steps it",
-        "features.offload_optimizer.host_memory": "of the master weights: gives back what the base has made",
+        "features.offload_optimizer.feature": "of the master weights: gives back what the base has made",
         "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
-        "zero_1_and_2.step.own_step": "while the optimizer steps, also a part of the master weights",
-        "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
+        "features.update.muon_in_engine": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
         "features.update.own_ranges": "what a rule has made, and that of a part of the master weights while it steps",
         "features.checkpoints.in_base_order": "those of a partition in another order, while it is saved or loaded",
-        "features.muon.muon": "the momentum of whole matrices, before a rule steps",
-        "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
+        "features.update.muon": "the momentum of whole matrices, before a rule steps",
+        "features.update.muon_in_engine": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
         "zero_1_and_2.step.even_order": "of the optimizer, as long as its elements are in our order",
-        "features.overlap_gather.arriving": "of parameters, while they are on their way",
-        "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
+        "features.overlap_gather.arriving": "of parameters, on their way or at rest, and of others of these values",
+        "features.update.masters_in_optimizer": "of what the base keeps of a parameter: its master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
-        "features.shard_parameters.at_rest": "of parameters, and of other tensors of their values, without memory",
     },
     "set_full_hp_param": {
         "features.update.states": "refuses to set a state in 8 bits",
-        "features.update.links": "sets parameter and remainder",
+        "features.update.masters_in_optimizer": "sets parameter and remainder",
     },
     "lp_fragment": {
         "features.checkpoints.in_base_order": "leads to this rank's shard, and leaves the graph out",
@@ -86,7 +82,7 @@ WRITERS = {
     "torch._dynamo.config": {
         "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",
-        "features.muon.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
+        "features.update.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
     },
 }
 
@@ -462,26 +458,3 @@ def test_functions_that_other_files_call_are_typed():
             ]
             assert not untyped, f"{path.name}: {function.name}({', '.join(untyped)})"
             assert function.returns or function.name.startswith("__"), f"{path.name}: {function.name}() -> ?"
-
-
-def test_the_native_code_has_what_its_protocols_say():
-    """A method of the native code would take other arguments than the protocol that mypy checks calls against."""
-    from deepspeed.compile.zero_1_and_2.gradient import native
-
-    module = native.reducer_module()
-
-    def members(cls):
-        return {name for name in vars(cls) if not name.startswith("_")}
-
-    classes = ((native.Reducer, module.Reducer), (native.HandedOver, module.HandedOver))
-    assert all(members(protocol) == members(found) for protocol, found in classes)
-    # Optional parts have native modules of their own.
-    apart = {"Reducer", "HandedOver", "Carrier", "copy_engines"}
-    assert members(native.NativeModule) | apart == members(module)
-    for protocol, found in (*classes, (native.NativeModule, module)):
-        properties = {name for name in members(protocol) if isinstance(getattr(protocol, name), property)}
-        for name in members(protocol) - properties:
-            taken = len(re.findall(r"\barg\d+: ", getattr(found, name).__doc__))
-            assert len(inspect.signature(getattr(protocol, name)).parameters) == 1 + taken, name
-    keywords = re.findall(r"(\w+): ", module.Reducer.__init__.__doc__.partition("*,")[2])
-    assert [*inspect.signature(native.Reducer.__init__).parameters] == ["self", *keywords]

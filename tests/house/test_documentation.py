@@ -210,7 +210,7 @@ def check_memory_picture(arguments, monkeypatch):
     read = []
     monkeypatch.setattr(command, "read", read.append)
     monkeypatch.setattr(command, "headline", str)
-    monkeypatch.setattr(command.files, "drawer", lambda: SimpleNamespace(draw_two=lambda *_: None))
+    monkeypatch.setattr(command.data, "drawer", lambda: SimpleNamespace(draw_two=lambda *_: None))
     assert command.main(arguments) == 0
     assert len(read) == 2
 

@@ -37,7 +37,7 @@ def compile_again(folder):
     """Trains in the same process, and returns what came of each training by its name. None if nothing is stored."""
     if not (graph_cache.is_installed and functorch_config.enable_autograd_cache):
         return None
-    from deepspeed.compile.features.activation_budget import split as split_file
+    from deepspeed.compile.features.activation_budget import feature as split_file
 
     case = Case(model="FillsPartition", steps=1)
 
@@ -100,7 +100,7 @@ def double(x):
 @pytest.mark.quick
 def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
     """A graph would be loaded that was made for another place among the graphs, or for inputs that share memory."""
-    from deepspeed.compile.features.activation_budget.split import SplitWithin
+    from deepspeed.compile.features.activation_budget.feature import SplitWithin
 
     gm, rows = graph_of(double), torch.ones(2, 4)
     inputs = [rows[0], rows[1]]
@@ -148,7 +148,7 @@ def test_no_graph_is_stored_that_no_key_covers():
 @pytest.mark.quick
 def test_a_replaced_function_or_method_is_noticed():
     """A test would count no calls of what it has replaced, or store a graph that its replacement has made."""
-    from deepspeed.compile.features.activation_budget import split as split_file
+    from deepspeed.compile.features.activation_budget import feature as split_file
 
     installed = graph_cache._names()
     assert not graph_cache._any_replaced(installed)

@@ -24,13 +24,6 @@ def test_a_fault_can_be_planted(name):
     assert [file for file in fault.tests if not (TESTS / file).is_file()] == []
 
 
-def test_a_text_that_is_gone_is_told():
-    """The unbroken code would be tested in place of a fault."""
-    fault = FAULTS["lost bucket"]._replace(changes={"what is not there": ""})
-    with pytest.raises(ValueError, match="has 0 times, and not once, the text 'what is not there'"):
-        fault.broken(PACKAGE)
-
-
 def test_ranks_import_the_package_that_pytest_imports(ranks):
     """Ranks would import the installed package, and not the copy in which a fault is planted."""
     assert ranks(2).run(importlib.resources.files, "deepspeed") == [PACKAGE, PACKAGE]

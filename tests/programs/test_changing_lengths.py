@@ -18,8 +18,8 @@ from support.training import compile_backend, device, engine_by_configuration
 SLOW = pytest.mark.slow
 KEPT = {"regional_compilation": True}
 SHARDED = {"regional_compilation": True, "shard_parameters": "all"}
-# Batches after which nothing is compiled, and batches in all.
-FIRST, BATCHES = 6, 20
+# Batches after which nothing is compiled; batches in all, and where code is generated.
+FIRST, BATCHES, MANY = 6, 20, 200
 
 
 def sizes(step, generator):
@@ -71,16 +71,16 @@ def checkpointed_qwen3():
     return model
 
 
-def train(make, batches, options):
-    """Returns how many graphs there were after each batch."""
+def train(make, batches, options, backend="eager", count=BATCHES):
+    """Returns how many graphs there were after each of ``count`` batches."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = make().to(device()).train()
     generator, counts, stats = random.Random(dist.get_rank()), [], torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    with compile_backend("eager"):
+    with compile_backend(backend):
         engine = engine_by_configuration(model, True, compile=options)
-        for step in range(BATCHES):
+        for step in range(count):
             batch = {
                 name: value.to(device()) if isinstance(value, torch.Tensor) else value
                 for name, value in batches(step, generator).items()
@@ -110,3 +110,13 @@ def test_later_lengths_compile_nothing(ranks, make, batches, options):
         pytest.importorskip("transformers", reason="pip install -r requirements/front_doors.txt")
     for counts in ranks(2 if options == SHARDED else 1).run(train, make, batches, options):
         assert counts[0] > 0 and counts[FIRST - 1] == counts[-1], counts
+
+
+@SLOW
+@vary("batches, options", [(packed, KEPT), (padded, SHARDED)])
+def test_many_lengths_compile_nothing(ranks, batches, options):
+    """Inductor would generate code for a length that divides by 16, or that is long, and such lengths come late."""
+    pytest.importorskip("transformers", reason="pip install -r requirements/front_doors.txt")
+    for counts in ranks(2 if options == SHARDED else 1).run(train, qwen3, batches, options, "inductor", MANY):
+        assert counts[0] > 0 and counts[FIRST - 1] == counts[-1], counts
+        print(f"{counts[-1]} graphs in {MANY} batches, {counts[FIRST - 1]} of them in the first {FIRST}")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.torch_version import TorchVersion
 
-from deepspeed.compile.features.activation_budget import split as split_file
+from deepspeed.compile.features.activation_budget import feature as split_file
 from deepspeed.compile.features.shard_parameters import unsharded_parameters
 from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters, wait_for_parameters

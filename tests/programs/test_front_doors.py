@@ -41,6 +41,7 @@ from support.front_doors import (
     evaluation_rows,
     make_model,
     make_quantized_model,
+    make_tokenizer,
     on_cpu,
     process_as_it_was,
     training_rows,
@@ -233,17 +234,6 @@ def seq2seq(case, resumes):
         compute_metrics=measure,
     )
     return train(trainer, case, resumes, evaluated="eval_text")
-
-
-def make_tokenizer():
-    """Returns a tokenizer that has a word for each token of the model."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{token}": token for token in range(EOS + 1, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def text(ids):

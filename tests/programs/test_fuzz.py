@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.shard_parameters import outside, sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, outside, passes, unsharded_parameters
 from deepspeed.compile.features.update.dynamic_map import BLOCK
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.engine import state
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
@@ -223,11 +223,11 @@ def train(recipe, deepcompile=True):
         engine.destroy()
 
 
-class Hooked(outside.OutsideUnits):
+class Hooked(passes.Passes):
     """Has the hooks of large parameters outside of blocks, but no units of them."""
 
-    def __init__(self, whole, module, blocks, units, reach):
-        super().__init__(whole, module, blocks, units, reach)
+    def __init__(self, module, blocks, units, large, moments):
+        super().__init__(module, blocks, units, large, moments)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         large = outside.large_outside(trained, module, blocks) if blocks else ()
         self.gather_at_calls(module, blocks, dict.fromkeys(large, lambda: None))
@@ -240,9 +240,9 @@ def train_whole(recipe):
     code that is not compiled calls a module with a hook, Dynamo compiles the call by itself, and a graph gives the
     module's gradients. Other graphs add the gradients of a tensor that several operators read in another order.
     """
-    none = mock.patch.object(sharded_blocks, "frozen_of_blocks", lambda module, blocks, trained: [[]] * len(blocks))
-    hooked = Hooked if recipe.shards_trained else outside.OutsideUnits
-    with none, mock.patch.object(sharded_blocks, "OutsideUnits", hooked):
+    none = mock.patch.object(feature, "frozen_of_blocks", lambda module, blocks, trained: [[]] * len(blocks))
+    hooked = Hooked if recipe.shards_trained else passes.Passes
+    with none, mock.patch.object(feature, "Passes", hooked):
         return train(dataclasses.replace(recipe, shards_trained=False, shards=True))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.back_and_forth import IN_BF16, KINDS, part
+from support.back_and_forth import IN_BF16, IN_GROUPS, KINDS, part
 from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
@@ -52,21 +52,31 @@ def largest(losses, expected):
     return max(abs(a - e) for a, e in zip(losses, expected, strict=True))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "options, kinds",
-    [({}, KINDS), ({"shard_parameters": "all"}, KINDS), ({"store_param_remainders": True}, IN_BF16)],
-    ids=["whole", "sharded", "remainders"],
+    "world, options, kinds",
+    [
+        (2, {}, KINDS),
+        (2, {"shard_parameters": "all"}, KINDS),
+        (2, {"store_param_remainders": True}, IN_BF16),
+        pytest.param(1, {}, IN_GROUPS, marks=SLOW),
+        pytest.param(4, {}, IN_GROUPS, marks=SLOW),
+        pytest.param(4, {"shard_parameters": "all"}, IN_GROUPS, marks=SLOW),
+    ],
+    ids=["whole", "sharded", "remainders", "one-rank-groups", "four-ranks-groups", "four-ranks-groups-sharded"],
 )
-def test_stock_then_fork_then_stock(ranks, stock, tmp_path, options, kinds):
+def test_stock_then_fork_then_stock(ranks, stock, tmp_path, world, options, kinds):
     """A checkpoint of another format, or of this rank's parameters alone, would end a training or change it."""
     folder, options = str(tmp_path), {"deepcompile": True, **options}
     # Processes of one DeepSpeed at a time.
-    pool = ranks(2, **stock)
+    pool = ranks(world, **stock)
     whole = pool.run(part, kinds, folder, 0, parts=3)
     parts = [pool.run(part, kinds, folder, 0)]
-    parts.append(ranks(2).run(part, kinds, folder, 1, options=options))
-    parts.append(ranks(2, **stock).run(part, kinds, folder, 2))
-    for rank in range(2):
+    parts.append(ranks(world).run(part, kinds, folder, 1, options=options))
+    parts.append(ranks(world, **stock).run(part, kinds, folder, 2))
+    for rank in range(world):
         for index, kind in enumerate(kinds):
             uninterrupted, seen = whole[rank][index], [of_part[rank][index] for of_part in parts]
             assert [run.version for run in (uninterrupted, *seen)] == [STOCK, STOCK, FORK, STOCK]
@@ -83,3 +93,24 @@ def test_stock_then_fork_then_stock(ranks, stock, tmp_path, options, kinds):
             moved, error = total_error(expected, begun), total_error(reached, expected)
             assert moved > 0.1 and error < ROUNDING[kind.dtype] * moved, kind
             assert seen[2].schedule == uninterrupted.schedule
+
+
+@SLOW
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_states_in_8_bits(ranks, stock, tmp_path, world):
+    """The way that the documentation names would lead to no checkpoint that DeepSpeed can read, or to other states."""
+    folder, kinds, fp32 = str(tmp_path), IN_GROUPS, {"deepcompile": True}
+    parts = [ranks(world, **stock).run(part, kinds, folder, 0)]
+    parts.append(ranks(world).run(part, kinds, folder, 1, options={**fp32, "optimizer_states": "8bit"}))
+    parts.append(ranks(world).run(part, kinds, folder, 2, options=fp32, steps=0))
+    parts.append(ranks(world, **stock).run(part, kinds, folder, 3))
+    for rank in range(world):
+        for index, kind in enumerate(kinds):
+            begun, in_8_bits, converted, ended = (of_part[rank][index] for of_part in parts)
+            assert [begun.version, in_8_bits.version, ended.version] == [STOCK, FORK, STOCK]
+            assert all(equal(*both) for both in zip(masters(in_8_bits.reached), masters(ended.loaded), strict=True))
+            assert {*ended.loaded} == {*begun.reached} and "exp_avg 1" in ended.loaded
+            assert [name for name in ended.loaded if not equal(ended.loaded[name], converted.reached[name])] == []
+            losses = [loss for run in (begun, in_8_bits, ended) for loss in run.losses]
+            assert losses[0] - min(ended.losses) > 0.1, kind
+            assert ended.schedule == (9, [0.02, 0.01])

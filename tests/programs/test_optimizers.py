@@ -20,8 +20,7 @@ from deepspeed.compile.features.update.own_ranges import OwnStep
 from deepspeed.compile.tools.memory_picture.of_engine import tensors_of
 from deepspeed.compile.tools.memory_picture.record import Recording, phase
 from deepspeed.compile.zero_1_and_2.layout import Layout
-from deepspeed.compile.zero_1_and_2.step.own_step import WholeStep
-from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
+from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups, WholeStep
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import case_ids, vary

@@ -67,7 +67,7 @@ def sent_by(case, numel_of_a_rank, joined=2**17):
         for step in range(case.steps):
             beside.step(batch(step, 0, dist.get_rank(), 4))
             counters.append(gradient_counters(beside.engine))
-            works.append([len(in_use._works[unit]) for unit in sorted(in_use._works)])
+            works.append([len(in_use._works[unit][0]) for unit in sorted(in_use._works)])
         runs = [sum(map(len, unit)) for unit in in_use._runs]
         error = beside.end().error
     return Sent(counters[0]["buckets_sent"], counters[0]["messages_sent"], works[0], runs, error)

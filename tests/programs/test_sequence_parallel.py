@@ -4,19 +4,23 @@
 
 import contextlib
 import os
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.compile.fixes.base import packed_rows
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 
-from support.front_doors import LEARNING_RATE, LENGTH, VOCABULARY, make_rows, process_as_it_was
+from support.beside import warnings_logged
+from support.front_doors import LEARNING_RATE, LENGTH, VOCABULARY, make_rows, make_tokenizer, process_as_it_was
 from support.ids import vary
 from support.models import qwen3_config
 from support.on_ranks import on_ranks
@@ -28,18 +32,26 @@ SLOW = pytest.mark.slow
 SHARDED = {"regional_compilation": True, "shard_parameters": "all"}
 
 
-def make_model(heads_of_keys):
+def make_model(heads_of_keys, window=None):
+    """``window``: to how many tokens the layers but the first attend, or None."""
     torch.manual_seed(0)
-    config = qwen3_config(VOCABULARY, num_key_value_heads=heads_of_keys, attn_implementation="sdpa")
+    windows = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    config = qwen3_config(VOCABULARY, num_key_value_heads=heads_of_keys, attn_implementation="sdpa", **windows)
     return transformers.AutoModelForCausalLM.from_config(config).float().to(device()).train()
 
 
-def samples(step):
-    """One sample for each rank, in which different numbers of tokens count."""
+def samples(step, packed=False):
+    """One sample for each rank, in which different numbers of tokens count. Of ``packed`` ones each has two texts."""
     for index, row in enumerate(make_rows(dist.get_world_size(), seed=step)):
         labels = row["labels"].clone()
         labels[: 1 + (step + 5 * index) % (LENGTH - 2)] = -100
-        yield {"input_ids": row["input_ids"][None], "labels": labels[None], "position_ids": torch.arange(LENGTH)[None]}
+        positions = torch.arange(LENGTH)
+        if packed:
+            # The second text begins in the second rank's part of the sequence.
+            first = LENGTH // 2 + 1 + index % 2
+            positions[first:] -= first
+            labels[first] = -100
+        yield {"input_ids": row["input_ids"][None], "labels": labels[None], "position_ids": positions[None]}
 
 
 @contextlib.contextmanager
@@ -71,11 +83,13 @@ def mean_over_ranks(engine, batch, group):
     return mean.item(), part * dist.get_world_size(group)
 
 
-def train(split, heads_of_keys, deepcompile, backend="eager", options=(), stage=1, **config):
+def train(
+    split, heads_of_keys, deepcompile, backend="eager", options=(), stage=1, packed=False, window=None, **config
+):
     """Trains with sequences on ``split`` ranks; returns losses, parameters and the counters of gradients."""
     torch._dynamo.reset()
     forget_autocast()
-    module, losses, counters = make_model(heads_of_keys), [], {}
+    module, losses, counters = make_model(heads_of_keys, window), [], {}
     with attention_as_it_was():
         mpu = UlyssesSPAttentionHF.register_with_transformers(module, "sdpa", split, 1)
         config = {
@@ -95,7 +109,7 @@ def train(split, heads_of_keys, deepcompile, backend="eager", options=(), stage=
             engine.compile(backend=backend)
         group, rank = mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_rank()
         for step in range(3):
-            own = list(samples(step))[dist.get_rank()]
+            own = list(samples(step, packed))[dist.get_rank()]
             for batch in UlyssesSPDataLoaderAdapter([own], rank, group, split, device()):
                 inputs = {name: value.to(device()) for name, value in batch.items()}
                 mean, part = mean_over_ranks(engine, inputs, group)
@@ -109,13 +123,13 @@ def train(split, heads_of_keys, deepcompile, backend="eager", options=(), stage=
     return losses, values, counters
 
 
-def train_whole(heads_of_keys, scale):
+def train_whole(heads_of_keys, scale, packed=False, window=None):
     """Trains on one rank with whole sequences, and with gradients that are ``scale`` times as large."""
-    module = make_model(heads_of_keys)
+    module = make_model(heads_of_keys, window)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5)
     for step in range(3):
         optimizer.zero_grad()
-        for sample in samples(step):
+        for sample in samples(step, packed):
             loss = module(**{name: value.to(device()) for name, value in sample.items()}, use_cache=False).loss
             (loss * scale / dist.get_world_size()).backward()
         optimizer.step()
@@ -153,6 +167,53 @@ def test_sequences_lie_on_two_ranks(world, heads_of_keys, case):
     assert counters["from_graphs"] > 0
 
 
+@pytest.mark.follows("use 'sdpa' or 'flash_attention_2'")
+@SLOW
+@vary(
+    "world, packed, window, case",
+    [
+        (2, True, None, {"stage": 1}),
+        (2, True, 3, {"stage": 2, "options": SHARDED}),
+        (4, True, None, {"stage": 1, "backend": "inductor"}),
+        (4, False, 3, {"stage": 2}),
+    ],
+)
+@on_ranks("world")
+def test_tokens_attend_as_on_one_rank(world, packed, window, case):
+    """Texts of a row would attend to each other, and layers with a window to all tokens, as with DeepSpeed alone."""
+    rows = {"packed": packed, "window": window}
+    losses, values, counters = train(2, 2, deepcompile=True, **rows, **case)
+    losses_off, off, _ = train(2, 2, deepcompile=False, **rows, **{**case, "options": ()})
+    whole, other = train_whole(2, scale=2, **rows), train_whole(2, scale=2)
+    assert difference(values, off) < 1e-5 and difference(values, whole) < 1e-4
+    assert difference(whole, other) > 1e-2, "agreement shows nothing"
+    assert losses == pytest.approx(losses_off, abs=1e-5)
+    assert counters["from_graphs"] > 0
+
+
+def test_rows_that_hold_several_texts():
+    """Rows that end in padding would need a mask, models that attend to later tokens too would get a causal one, and
+    nobody would learn that flex_attention takes none."""
+    module, both_ways = torch.nn.Module(), torch.nn.Module()
+    both_ways.is_causal = False
+    positions = torch.tensor([[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 1, 0]])
+    attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="sdpa")
+    packed_rows.look(attention, positions[:1])
+    assert packed_rows.mask(attention, module, positions, None, None) is None
+    packed_rows.look(attention, positions)
+    seen = packed_rows.mask(attention, module, positions, None, 2)
+    assert seen.shape == (2, 1, 6, 6)
+    assert seen[1, 0].nonzero().tolist() == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 3], [4, 4], [5, 5]]
+    assert torch.equal(packed_rows.mask(attention, both_ways, positions, None, 2), seen | seen.mT)
+    whole = packed_rows.mask(attention, module, positions, None, None)
+    assert whole[1, 0, 2].tolist() == [True, True, True, False, False, False]
+    assert torch.equal(packed_rows.mask(attention, both_ways, positions, None, None), whole | whole.mT)
+    attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="flex_attention")
+    with warnings_logged() as said:
+        packed_rows.look(attention, positions)
+    assert said == [packed_rows.FLEX] and packed_rows.mask(attention, module, positions, "given", 2) == "given"
+
+
 @pytest.mark.options("seq_parallel_communication_data_type")
 @SLOW
 @on_ranks(2)
@@ -165,59 +226,150 @@ def test_format_of_gradients_of_sequences():
     assert whole == 2 * half > 0
 
 
-def train_with_trainer(folder, deepcompile, options=()):
-    """Returns the losses of transformers' Trainer, and the parameters."""
+def gathered_in_autograd(value, group):
+    return _Gathered.apply(value, group)
+
+
+class _Gathered(torch.autograd.Function):
+    """What a rank of a group has, from all of them. The backward adds up what the ranks say of it."""
+
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        values = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(values, value, group=group)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        total = torch.stack(gradients)
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
+@contextlib.contextmanager
+def of_accelerate(deepcompile, options):
+    """Yields what tells Accelerate, and trainers that use it, to lay sequences on two ranks."""
     from accelerate import ParallelismConfig, PartialState
     from accelerate.utils import DeepSpeedSequenceParallelConfig
-    from transformers import Trainer, TrainingArguments
 
-    with process_as_it_was(), attention_as_it_was():
-        others = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(process_as_it_was())
+        stack.enter_context(attention_as_it_was())
         if device().type == "cpu":
             os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
             PartialState(backend="gloo")
-            others["accelerator_config"] = {"use_configured_state": True}
+            # On gloo, torch cannot do the backward of its own where the group lacks ranks.
+            stack.enter_context(mock.patch("torch.distributed.nn.functional.all_gather", gathered_in_autograd))
         handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
-        arguments = TrainingArguments(
-            output_dir=folder,
-            deepspeed={
-                "zero_optimization": {"stage": 1},
-                # Of more, DeepSpeed's loader gives transformers labels on a CPU that are not contiguous.
-                "train_micro_batch_size_per_gpu": 1,
-                "compile": {"deepcompile": deepcompile, **dict(options)},
-            },
-            parallelism_config=ParallelismConfig(sp_backend="deepspeed", sp_size=2, sp_handler=handler),
-            per_device_train_batch_size=1,
-            learning_rate=LEARNING_RATE,
-            max_steps=4,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **others,
-        )
-        rows = [{**row, "position_ids": torch.arange(LENGTH)} for row in make_rows(16, seed=1)]
-        trainer = Trainer(make_model(2), arguments, train_dataset=rows)
-        trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        engine = trainer.model_wrapped
+        config = {
+            "zero_optimization": {"stage": 1},
+            # Of more, DeepSpeed's loader gives transformers labels on a CPU that are not contiguous.
+            "train_micro_batch_size_per_gpu": 1,
+            "compile": {"deepcompile": deepcompile, **dict(options)},
+        }
+        others = dist.get_world_size() // 2
+        yield config, ParallelismConfig(sp_backend="deepspeed", sp_size=2, dp_shard_size=others, sp_handler=handler)
+
+
+def positioned_rows():
+    return [{**row, "position_ids": torch.arange(LENGTH)} for row in make_rows(16, seed=1)]
+
+
+def arguments_of_trainer(folder, config, parallelism):
+    others = {"accelerator_config": {"use_configured_state": True}} if device().type == "cpu" else {}
+    return {
+        "output_dir": folder,
+        "deepspeed": config,
+        "parallelism_config": parallelism,
+        "per_device_train_batch_size": 1,
+        "learning_rate": LEARNING_RATE,
+        "max_steps": 4,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **others,
+    }
+
+
+def trained_by(trainer):
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.model_wrapped
+
+
+def transformers_trainer(folder, config, parallelism):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**arguments_of_trainer(folder, config, parallelism))
+    return trained_by(Trainer(make_model(2), arguments, train_dataset=positioned_rows()))
+
+
+def sft_trainer(folder, config, parallelism):
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in make_rows(16, seed=1)])
+    arguments = trl.SFTConfig(
+        **arguments_of_trainer(folder, config, parallelism), bf16=False, pad_to_multiple_of=2, max_length=LENGTH
+    )
+    return trained_by(trl.SFTTrainer(make_model(2), arguments, train_dataset=rows, processing_class=make_tokenizer()))
+
+
+def accelerate_alone(folder, config, parallelism):
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), parallelism_config=parallelism)
+    model, losses = make_model(2), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    engine, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(positioned_rows(), batch_size=1))
+    group = groups._get_sequence_parallel_group()
+    for batch in loader:
+        batch = {name: value.to(device()) for name, value in batch.items()}
+        mean, part = mean_over_ranks(engine, batch, group)
+        accelerator.backward(part)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean)
+    return losses, engine
+
+
+def train_by_door(door, folder, deepcompile, options=()):
+    """Returns the losses of a program, and the parameters."""
+    with of_accelerate(deepcompile, options) as (config, parallelism):
+        losses, engine = door(folder, config, parallelism)
         values = [deepspeed.utils.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
-        assert engine.is_compiled == deepcompile
+        assert engine.is_compiled == deepcompile and engine.sequence_parallel_size == 2
+        counters = gradient_counters(engine) if deepcompile else {}
         engine.destroy()
-    return losses, values
+    return losses, values, counters
 
 
 @pytest.mark.options("sequence_parallel_size")
 @SLOW
-@vary("options", [{}, SHARDED])
-@on_ranks(2)
-def test_trainer_splits_sequences(tmp_path, options):
+@vary(
+    "world, door, options",
+    [
+        (2, transformers_trainer, {}),
+        (2, transformers_trainer, SHARDED),
+        (2, accelerate_alone, {}),
+        (2, sft_trainer, SHARDED),
+        (4, transformers_trainer, {}),
+        (4, accelerate_alone, SHARDED),
+        (4, sft_trainer, {}),
+    ],
+)
+@on_ranks("world")
+def test_trainers_split_sequences(tmp_path, world, door, options):
     """A trainer makes the mpu and the loader itself, which an engine that compiles itself might not take."""
     pytest.importorskip("accelerate", reason="pip install -r requirements/front_doors.txt")
-    losses, values = train_with_trainer(str(tmp_path), True, options)
-    losses_off, off = train_with_trainer(str(tmp_path), False)
+    losses, values, counters = train_by_door(door, str(tmp_path), True, options)
+    losses_off, off, _ = train_by_door(door, str(tmp_path), False)
     assert losses == pytest.approx(losses_off, abs=1e-4) and losses[-1] < losses[0]
     assert difference(values, off) < 1e-3
+    assert counters["from_graphs"] > 0
 
 
 def attend(query, key, value, *_):

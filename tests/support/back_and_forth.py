@@ -23,14 +23,19 @@ ACCUMULATION = 2
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What is trained: the stage of ZeRO, and the format of the parameters."""
+    """What is trained: the stage of ZeRO, the format of the parameters, and how many groups they are in.
+
+    The second group has another learning rate, and no weight decay.
+    """
 
     stage: int
     dtype: str
+    groups: int = 1
 
 
 KINDS = [Kind(1, "fp32"), Kind(2, "bf16")]
 IN_BF16 = [Kind(1, "bf16"), Kind(2, "bf16")]
+IN_GROUPS = [Kind(1, "bf16", groups=2), Kind(2, "fp32", groups=2)]
 
 
 class Part(NamedTuple):
@@ -44,7 +49,7 @@ class Part(NamedTuple):
     reached: Dict[str, Any]  # and at the end
 
 
-def part(kinds, folder, number, parts=1, options=None):
+def part(kinds, folder, number, parts=1, options=None, steps=STEPS):
     """Goes on with a training of each kind, from where the part before has saved it, and saves it in ``folder``.
 
     Args:
@@ -53,40 +58,63 @@ def part(kinds, folder, number, parts=1, options=None):
         number: the number of this part. The first one begins anew.
         parts: how many parts to train at once, without a checkpoint between them.
         options: the section ``compile`` of the configuration. DeepSpeed as it was released has DeepCompile off.
+        steps: of a part. With 0 it saves what it has loaded.
     """
-    options = options or {"deepcompile": False}
-    return [_part(kind, os.path.join(folder, f"stage{kind.stage}"), number, parts, options) for kind in kinds]
+    return [_part(kind, _folder(folder, kind), number, parts, options, steps) for kind in kinds]
 
 
-def _part(kind, folder, number, parts, options):
+def _folder(folder, kind):
+    return os.path.join(folder, f"stage{kind.stage}")
+
+
+def _engine(kind, seed, options):
     torch._dynamo.reset()
-    torch.manual_seed(number)
-    device = get_accelerator().current_device_name()
-    module = BlocksWithin().to(device)
+    torch.manual_seed(seed)
+    module = BlocksWithin().to(get_accelerator().current_device_name())
+    groups, rates = [{"params": [*module.parameters()]}], [0.02]
+    if kind.groups == 2:
+        matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+        others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
+        groups, rates = [{"params": matrices}, {"params": others, "weight_decay": 0.0, "lr": 0.01}], [0.02, 0.01]
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": ACCUMULATION,
         "gradient_clipping": 0.5,
         "bf16": {"enabled": kind.dtype == "bf16"},
         "zero_optimization": {"stage": kind.stage, "reduce_bucket_size": 150},
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-4, "torch_adam": True}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}},
-        "compile": options,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.1, "torch_adam": True}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": [0.0] * len(rates), "warmup_max_lr": rates, "warmup_num_steps": 5},
+        },
+        "compile": options or {"deepcompile": False},
     }
-    engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
-    if options["deepcompile"]:
+    engine = deepspeed.initialize(model=module, model_parameters=groups, config=config)[0]
+    if config["compile"]["deepcompile"]:
         engine.compile(backend="eager")
-    if number:
-        engine.load_checkpoint(folder, tag=f"part{number - 1}")
-    loaded, losses = _state(engine), []
-    for step in range(number * STEPS, (number + parts) * STEPS):
+    return engine
+
+
+def _train(engine, steps):
+    """Returns the loss of each micro-batch."""
+    losses = []
+    for step in steps:
         for micro_step in range(ACCUMULATION):
             generator = torch.Generator().manual_seed(1000 * step + 100 * micro_step + dist.get_rank())
-            ids = torch.randint(0, VOCABULARY, (2, 4), generator=generator).to(device)
+            ids = torch.randint(0, VOCABULARY, (2, 4), generator=generator).to(engine.device)
             loss = engine(ids)
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))
+    return losses
+
+
+def _part(kind, folder, number, parts, options, steps):
+    engine = _engine(kind, number, options)
+    if number:
+        engine.load_checkpoint(folder, tag=f"part{number - 1}")
+    loaded = _state(engine)
+    losses = _train(engine, range(number * steps, (number + parts) * steps))
     if parts == 1:
         engine.save_checkpoint(folder, tag=f"part{number}")
     name = type(engine.optimizer).__name__
@@ -98,11 +126,13 @@ def _part(kind, folder, number, parts, options):
 def _state(engine):
     """This rank's masters and optimizer states, as arrays, which other processes can read.
 
-    They are those of the state dict, which has the elements in DeepSpeed's order. All ranks call this.
+    They are those of the state dict, which has the elements in DeepSpeed's order, without states in 8 bits. All ranks
+    call this.
     """
     saved, seen = engine.optimizer.state_dict(), {}
     states = saved["base_optimizer_state"]["state"]
     for index, master in enumerate(saved["single_partition_of_fp32_groups"]):
         tensors = {"master": master, **states.get(index, {})}
+        tensors = {name: value for name, value in tensors.items() if not isinstance(value, dict)}
         seen.update({f"{name} {index}": torch.as_tensor(value) for name, value in tensors.items()})
     return {name: value.detach().cpu().numpy().copy() for name, value in seen.items()}

@@ -7,6 +7,7 @@ Runs in the processes of ``support.pool``.
 
 import contextlib
 from typing import Any, Iterator, List, NamedTuple, Tuple
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,7 +28,6 @@ def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Se
     from deepspeed.compile.features.loss import chunked_loss, find_loss
 
     seen = Seen([], [])
-    before = chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS
     find_chunks, make = chunked_loss.chunks, find_loss.ChunkedLoss
 
     def recording(*args):
@@ -39,13 +39,11 @@ def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Se
         seen.graphs.append(make(*args))
         return seen.graphs[-1]
 
-    chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS = numel, rows, many
-    chunked_loss.chunks, find_loss.ChunkedLoss = recording, making
-    try:
+    with (
+        mock.patch.multiple(chunked_loss, CHUNK_LOGITS=numel, ALIGNED_ROWS=rows, chunks=recording),
+        mock.patch.multiple(find_loss, MANY_LOGITS=many, ChunkedLoss=making),
+    ):
         yield seen
-    finally:
-        chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS = before
-        chunked_loss.chunks, find_loss.ChunkedLoss = find_chunks, make
 
 
 def profiled_backward(engine: Any, ids: torch.Tensor) -> Tuple[int, Any]:

@@ -102,6 +102,17 @@ def make_quantized_model(folder):
     return model
 
 
+def make_tokenizer():
+    """Returns a tokenizer that has a word for each token of the model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{token}": token for token in range(EOS + 1, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
 def make_rows(count, seed):
     """Lists rows of random tokens. A model can learn which tokens occur."""
     generator = torch.Generator().manual_seed(seed)

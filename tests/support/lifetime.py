@@ -33,6 +33,13 @@ def backward(engine, step=0, micro_step=0):
     engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
 
 
+def take_steps(engine, steps=1, first=0):
+    """Takes steps of one micro-batch each. ``first``: the number of the first one."""
+    for step in range(first, first + steps):
+        backward(engine, step)
+        engine.step()
+
+
 def targets_at_calls(owner, method, engine, steps):
     """Trains ``steps`` steps. Returns how many targets exist at each call of a method in the last step."""
     called, counts, targets = getattr(owner, method), [], []

@@ -16,13 +16,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.muon.muon import MOMENTUM
+from deepspeed.compile.features.update.muon import MOMENTUM
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 
 from support import lifetime
 from support.checkpoints import in_base_order
-from support.models import VOCABULARY
+from support.models import VOCABULARY, Stack
 from support.training import (
     NOTHING,
     OVERLAPPED,
@@ -76,19 +76,6 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(h)))
 
 
-class Body(nn.Module):
-    def __init__(self, width, depth):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Matrices(nn.Module):
     """Wide, tall and square matrices, of which DeepSpeed leaves embedding and head to Adam."""
 
@@ -96,7 +83,7 @@ class Matrices(nn.Module):
         super().__init__()
         self.config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
         self.config = type("Config", (), self.config)()
-        self.body = Body(width, depth)
+        self.body = Stack(lambda: Block(width), depth, width, VOCABULARY)
         self.convolution = nn.Conv2d(width, width, (3, 1), padding=(1, 0)) if convolution else None
         self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
 
@@ -112,7 +99,7 @@ class Frozen(Matrices):
 
     def __init__(self, depth, convolution):
         super().__init__(depth, convolution)
-        for module in (self.body.embedding, self.body.blocks[0].up, self.body.blocks[-1].q_proj):
+        for module in (self.body.embedding, self.body.layers[0].up, self.body.layers[-1].q_proj):
             module.requires_grad_(False)
 
 
@@ -129,7 +116,7 @@ class Slim(Matrices):
 
     def __init__(self, depth, convolution, width=12):
         super().__init__(depth, convolution, width)
-        self.body.blocks.append(nn.Sequential(nn.Linear(width, 1), nn.Tanh(), nn.Linear(1, width)))
+        self.body.layers.append(nn.Sequential(nn.Linear(width, 1), nn.Tanh(), nn.Linear(1, width)))
         self.nothing = nn.Parameter(torch.zeros(0, width))
 
 
@@ -148,7 +135,7 @@ class Filters(nn.Module):
 class WithFilters(Matrices):
     def __init__(self, depth, convolution, dims, width=12):
         super().__init__(depth, convolution, width)
-        self.body.blocks.append(Filters(dims, width))
+        self.body.layers.append(Filters(dims, width))
 
 
 class OnlyMatrices(nn.Module):
@@ -207,7 +194,7 @@ def build(training, seed=0):
 def grouped(module):
     """Returns two parameter groups of a caller, with settings of their own. Each has matrices and other parameters."""
     parameters = dict(module.named_parameters())
-    last = {name: parameters.pop(name) for name in list(parameters) if "blocks.0" in name or "head" in name}
+    last = {name: parameters.pop(name) for name in list(parameters) if "layers.0" in name or "head" in name}
     return [{"params": [*parameters.values()], "lr": 0.005, "weight_decay": 0.0}, {"params": [*last.values()]}]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 
-def on_ranks(world, timeout=600, **of_pool):
+def on_ranks(world, timeout=600, stop=False, **of_pool):
     """Returns a decorator of a test, the lowest of its marks.
 
     Arguments and fixtures reach the body pickled. Either all ranks skip the test or none.
@@ -19,6 +19,7 @@ def on_ranks(world, timeout=600, **of_pool):
     Args:
         world: the number of ranks, or the name of the argument that has it.
         timeout: seconds in which ranks must end.
+        stop: whether the processes end, because the body changes what lasts as long as they do.
         of_pool: arguments of the fixture ``ranks``.
     """
 
@@ -33,7 +34,11 @@ def on_ranks(world, timeout=600, **of_pool):
         @functools.wraps(body)
         def test(*, ranks, **arguments):
             pool = ranks(arguments[world] if isinstance(world, str) else world, **of_pool)
-            skipped = pool.run(in_rank, arguments, timeout=timeout)
+            try:
+                skipped = pool.run(in_rank, arguments, timeout=timeout)
+            finally:
+                if stop:
+                    pool.stop()
             if any(skipped):
                 assert all(skipped), f"some ranks alone skipped the test: {skipped}"
                 pytest.skip(skipped[0])

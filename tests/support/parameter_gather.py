@@ -136,9 +136,9 @@ DELAY = 0.25
 def one_rank_late(delay):
     """Each rank in turn sends its parameters ``delay`` seconds late. Yields the units that were waited for."""
     # Only here, because tests of the core import this file too.
-    from deepspeed.compile.features.overlap_gather import gather
+    from deepspeed.compile.features.overlap_gather.feature import OverlapGather
 
-    start, wait = gather.OverlappedGather.start, gather.OverlappedGather.wait
+    start, wait = OverlapGather.start, OverlapGather.wait
     turns, waited = iter(range(10**6)), []
 
     def late(self):
@@ -155,11 +155,11 @@ def one_rank_late(delay):
         waited.extend(unit for unit in units if unit in self._works)
         wait(self, units)
 
-    gather.OverlappedGather.start, gather.OverlappedGather.wait = late, watched
+    OverlapGather.start, OverlapGather.wait = late, watched
     try:
         yield waited
     finally:
-        gather.OverlappedGather.start, gather.OverlappedGather.wait = start, wait
+        OverlapGather.start, OverlapGather.wait = start, wait
 
 
 def past_the_class(graph, inputs):

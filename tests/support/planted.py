@@ -129,7 +129,7 @@ FAULTS = {
         ("core/test_options_honoured.py",),
     ),
     "no warning of an option without effect": Fault(
-        FEATURES + "configuration/ignored.py",
+        FEATURES + "configuration/feature.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
         ("features/configuration/test_options_warned.py",),
     ),
@@ -155,7 +155,7 @@ FAULTS = {
         ("core/test_cache_key.py", "core/test_graphs.py"),
     ),
     "random numbers drawn anew": Fault(
-        FEATURES + "activation_budget/split.py",
+        FEATURES + "activation_budget/feature.py",
         {"return torch.Tag.nondeterministic_seeded in target.tags": "return False"},
         ("core/test_randomness.py",),
     ),
@@ -225,7 +225,7 @@ FAULTS = {
         ("core/test_averaged_gradients.py", "core/test_dtypes.py"),
     ),
     "ranges after the first left out of the update": Fault(
-        CORE + "step/ranges.py",
+        CORE + "step/partitions.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
         ("features/update/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
     ),
@@ -271,7 +271,7 @@ FAULTS = {
             ),
             "                transform.run(optimizer)\n": "                pass\n",
         },
-        ("features/muon/test_muon.py",),
+        ("features/update/test_muon.py",),
     ),
     "step that an exception ended is forgotten": Fault(
         CORE + "engine/state.py",
@@ -280,18 +280,18 @@ FAULTS = {
     ),
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
-        FEATURES + "offload_optimizer/host_memory.py",
+        FEATURES + "offload_optimizer/feature.py",
         {"own_parameters(optimizer, group).write(first, source)": "own_parameters(optimizer, group).write(0, source)"},
         ("features/offload_optimizer/test_offload.py",),
     ),
     "forward does not wait": Fault(
         FEATURES + "overlap_gather/feature.py",
-        {"gather.wait(sorted(units))\n": "pass\n"},
+        {"self.wait(sorted(units))\n": "pass\n"},
         ("features/overlap_gather/test_parameter_gather.py",),
     ),
     "read does not wait": Fault(
         FEATURES + "overlap_gather/arriving.py",
-        {"parameter.__class__ = _on_its_way(type(parameter))": "type(parameter)"},
+        {"put_in_front(parameter, Arriving, _arrival=arrival)": "del parameter"},
         ("features/overlap_gather/test_readers.py",),
     ),
     "parameters that the caller gave other memory unnoticed": Fault(
@@ -372,11 +372,11 @@ FAULTS = {
     "states not found after a load": Fault(
         FEATURES + "checkpoints/feature.py",
         {
-            "        self._links.forget_places()\n        self._links.link_again(self)\n": (
+            "        self._links.forget_places()\n        self._links.link_again()\n": (
                 "        self._links.forget_places()\n"
             )
         },
-        ("features/muon/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
+        ("features/update/test_muon_in_engine.py", "features/checkpoints/test_checkpoints.py"),
     ),
     # Copy engines ---------------------------------------------------------------------------------------------------
     "slot staged again before all peers have pulled it": Fault(
@@ -426,7 +426,7 @@ FAULTS = {
         ("fixes/base/test_inputs_on_host.py",),
     ),
     "backward reads a buffer that has changed": Fault(
-        FEATURES + "activation_budget/split.py",
+        FEATURES + "activation_budget/feature.py",
         {"        copied.meta[_IS_KEPT] = True\n": ""},
         ("features/activation_budget/test_activation_budget.py",),
     ),

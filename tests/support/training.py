@@ -154,14 +154,11 @@ def small_shards(config):
     """
     # Without this fork, as in tests of the base, there is no layout.
     layout = sys.modules.get("deepspeed.compile.zero_1_and_2.layout")
-    before = getattr(layout, "SHARD_MULTIPLE", None)
-    if layout is not None and "optimizer_states" not in config.get("compile", {}):
-        layout.SHARD_MULTIPLE = 16
-    try:
+    if layout is None or "optimizer_states" in config.get("compile", {}):
         yield
-    finally:
-        if layout is not None:
-            layout.SHARD_MULTIPLE = before
+        return
+    with mock.patch.object(layout, "SHARD_MULTIPLE", 16):
+        yield
 
 
 class Started(NamedTuple):
@@ -189,12 +186,8 @@ def ranges_of(numel):
         return
     from deepspeed.compile.features.update import own_ranges
 
-    before = own_ranges.RANGE_NUMEL, own_ranges.RANGE_NUMEL_ON_HOST
-    own_ranges.RANGE_NUMEL = own_ranges.RANGE_NUMEL_ON_HOST = numel
-    try:
+    with mock.patch.multiple(own_ranges, RANGE_NUMEL=numel, RANGE_NUMEL_ON_HOST=numel):
         yield
-    finally:
-        own_ranges.RANGE_NUMEL, own_ranges.RANGE_NUMEL_ON_HOST = before
 
 
 @contextlib.contextmanager
@@ -205,12 +198,12 @@ def updates_compiled_from(numel, large=2**22):
         yield
         return
     from deepspeed.compile.features.update import adam
-    from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
+    from deepspeed.compile.zero_1_and_2.step import partition_gradient, partitions
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
         mock.patch.object(partition_gradient, "IN_PLACE_NUMEL", large),
-        mock.patch.object(ranges, "SMALL_NUMEL", numel),
+        mock.patch.object(partitions, "SMALL_NUMEL", numel),
     ):
         yield
 

@@ -21,7 +21,7 @@ from torch.fx import Graph
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy
 
-from deepspeed.compile.features.activation_budget.split import SplitWithin, runs_once, split_joint
+from deepspeed.compile.features.activation_budget.feature import SplitWithin, runs_once, split_joint
 
 from support.beside import Beside, check
 from support.cache_key import check_key_of_a_part
@@ -99,7 +99,7 @@ def test_a_smaller_budget_keeps_less(stage, backend, model, regional, compiled_b
 
 
 @vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
-@vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
+@vary("stage, backend", [(1, "eager")], slow=[(2, "inductor")])
 @on_ranks(1)
 def test_within_checkpointed_layers(stage, backend, model):
     """What a checkpoint wants computed again would be kept, or lost, where a budget splits the graph too."""
@@ -379,4 +379,4 @@ def test_what_others_wrote_runs_once(target, once):
 @pytest.mark.quick
 def test_source_that_was_edited():
     """Generated code that was split by the source before would be used."""
-    check_key_of_a_part("split.py", split=SplitWithin(0.5))
+    check_key_of_a_part("feature.py", split=SplitWithin(0.5))

@@ -97,7 +97,6 @@ def compiled(regional):
 
 def train(place, what, added, removed, regional=None, backend="eager"):
     """Trains with hooks in the steps from ``added`` to before ``removed``. They see what those of a plain loop see."""
-    torch.manual_seed(0)
     pair = Beside(BlocksWithin(), Case(config=compiled(regional), backend=backend))
     both, seen = [(model, Hooks()) for model in (pair.module, pair.plain)], []
     for model, _ in both:

@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from deepspeed.compile.features.blocks.lookalikes import partially_trained_lookalikes
+from deepspeed.compile.features.blocks.parameters import partially_trained_lookalikes
 
 from support.models import BlocksWithin
 

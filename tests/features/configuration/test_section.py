@@ -179,11 +179,6 @@ REFUSED = {
         "compile.free_activation_threshold=0.5 does not fit; set it to a whole number, or leave it out",
         [{"free_activation_threshold": 1}, {}],
     ),
-    "states": Refusal(
-        {"optimizer_states": "9bit"},
-        "compile.optimizer_states='9bit' does not fit; set it to '8bit', or leave it o",
-        [{"optimizer_states": "8bit"}, {}],
-    ),
     "sharded in another case": Refusal(
         {"shard_parameters": "All"},
         "compile.shard_parameters='All' does not fit; set it to 'frozen' or 'all', or ",

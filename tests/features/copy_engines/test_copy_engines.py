@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.features.copy_engines.possible import why_impossible, why_not_on_this_rank
+from deepspeed.compile.features.copy_engines.feature import why_impossible, why_not_on_this_rank
 from deepspeed.compile.zero_1_and_2.parameter.carrier import MappedMemory
 
 from support.lifetime import alive_soon, backward, start
@@ -25,7 +25,7 @@ PROGRAM = Path(__file__).with_name("carry.py")
 
 def test_hosts_are_told_apart_by_the_launcher(monkeypatch):
     """Without this, ranks of several hosts could try to map each other's memory, and hang in that."""
-    import deepspeed.compile.features.copy_engines.possible as possible
+    import deepspeed.compile.features.copy_engines.feature as possible
 
     class Cuda:
         def device_name(self):

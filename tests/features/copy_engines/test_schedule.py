@@ -3,18 +3,15 @@
 """What copy engines carry in which order: the native schedule, played on simulated streams in any order they allow."""
 
 import collections
-import inspect
 import random
-import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.compile.features.copy_engines import native as protocols
 from deepspeed.compile.features.copy_engines.carrier import device_bytes, row_bytes
-from deepspeed.compile.features.copy_engines.native import native
+from deepspeed.compile.features.copy_engines.mapped import native
 
 pytestmark = pytest.mark.options("compile.copy_engines")
 
@@ -207,23 +204,3 @@ def test_fp16_averages_do_not_overflow():
         out = torch.empty(512, dtype=torch.float16)
         native().add_rows(out, parts, 1 / (peers + 1))
         assert torch.equal(out, parts[0])
-
-
-def test_the_native_code_has_what_its_protocols_say():
-    """A method of the native code would take other arguments than the protocol that mypy checks calls against."""
-    module = native()
-
-    def members(cls):
-        return {name for name in vars(cls) if not name.startswith("_")}
-
-    classes = ((protocols.Signals, module.Signals), (protocols.CopyEngines, module.CopyEngines))
-    assert all(members(protocol) == members(found) for protocol, found in classes)
-    values = {"Signals", "CopyEngines", "CHANNELS", "NUMBERS_OF_A_WORD"}
-    assert members(protocols.NativePart) | values == members(module)
-    for protocol, found in (*classes, (protocols.NativePart, module)):
-        for name in members(protocol):
-            taken = len(re.findall(r"\b(?:arg\d+|runs|shards): ", getattr(found, name).__doc__))
-            assert len(inspect.signature(getattr(protocol, name)).parameters) == 1 + taken, name
-    for protocol, found in classes:
-        keywords = re.findall(r"(\w+): ", found.__init__.__doc__.partition("*,")[2])
-        assert [*inspect.signature(protocol.__init__).parameters] == ["self", *keywords]

@@ -14,8 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.compile.features.copy_engines.mapped import SHARED, shared_words
-from deepspeed.compile.features.copy_engines.native import native
+from deepspeed.compile.features.copy_engines.mapped import SHARED, native, shared_words
 from deepspeed.compile.zero_1_and_2.collectives import collective
 
 from support.ids import vary

@@ -58,7 +58,7 @@ def check_in_chunks(name, case, prepare=None, rows=(2, 2), **more):
 
 @pytest.mark.options("compile.chunked_loss")
 @vary("name", ["Qwen3", "Gemma2", "OPT", "Phi", "Cohere"])
-@vary("config", [ON, pytest.param(WHOLE, marks=pytest.mark.slow)])
+@vary("config", [ON], slow=[WHOLE])
 @vary(
     "stage, backend, rows",
     [pytest.param(1, "inductor", (2, 2, 3, 3), marks=pytest.mark.slow), (2, "eager", (2, 2))],
@@ -117,7 +117,7 @@ def train_own(model, case):
 
 
 @vary("stage", [1, 2])
-@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("backend", ["eager"], slow=["inductor"])
 @on_ranks(1)
 def test_in_chunks_with_accumulation_and_a_given_number_of_items(stage, backend):
     """The sum of losses that a trainer divides by its number of items would be divided by that of the tokens."""
@@ -147,7 +147,7 @@ def test_a_loss_that_does_not_fit_stays_in_one_piece():
 
 
 @pytest.mark.options("compile.chunked_loss")
-@vary("evaluates", [False, pytest.param(True, marks=pytest.mark.slow)])
+@vary("evaluates", [False], slow=[True])
 @on_ranks(2)
 def test_chunks_by_size(evaluates):
     """A graph that first saw few logits would never be in chunks, or a rank with few wait for one with many."""

@@ -5,6 +5,7 @@
 import contextlib
 import operator
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ WHOLE = {"compile": {"regional_compilation": False}}
 @contextlib.contextmanager
 def large_from(numel):
     """Takes tensors from so many elements on for large. Yields a list with an entry for each graph that is cut."""
-    cuts, split, before = [], loss_graph.split_loss, loss_graph.LARGE_NUMEL
+    cuts, split = [], loss_graph.split_loss
 
     def recording(*args):
         result = split(*args)
@@ -36,11 +37,8 @@ def large_from(numel):
             cuts.append(result)
         return result
 
-    loss_graph.split_loss, loss_graph.LARGE_NUMEL = recording, numel
-    try:
+    with mock.patch.multiple(loss_graph, split_loss=recording, LARGE_NUMEL=numel):
         yield cuts
-    finally:
-        loss_graph.split_loss, loss_graph.LARGE_NUMEL = split, before
 
 
 def step_loss(outputs, uses_logits):
@@ -98,7 +96,7 @@ def large_allocations(case, numel, frozen_head=False):
     return sum(event.name() == "[memory]" and size <= event.nbytes() < size + 1024 for event in events)
 
 
-@vary("config, frozen_head", [(None, False), (None, True), pytest.param(WHOLE, False, marks=pytest.mark.slow)])
+@vary("config, frozen_head", [(None, False), (None, True)], slow=[(WHOLE, False)])
 def test_no_zeros_for_what_is_only_returned(ranks, config, frozen_head):
     """A backward would allocate zeros as large as the logits for a gradient that nobody gives.
 

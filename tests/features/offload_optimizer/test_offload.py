@@ -22,7 +22,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.beside import Beside
 from support.faults import half_a_step, on_every_rank
 from support.ids import vary
-from support.lifetime import address_space_left, backward, start
+from support.lifetime import address_space_left, backward, start, take_steps
 from support.models import CASES
 from support.on_ranks import on_ranks
 from support.options import ALSO_WARNED, outcome, train_and_collect_warnings
@@ -97,7 +97,7 @@ def test_offloaded_variations(ranks, stage, varied):
 
 @vary("model", ["OneGraph", "FewParameters"])
 @vary("stage", [1, 2])
-@vary("world", [1, pytest.param(3, marks=pytest.mark.slow)])
+@vary("world", [1], slow=[3])
 def test_offloaded_layouts(ranks, world, model, stage):
     """A rank that owns nothing, or everything, would wait for a copy that nobody makes."""
     case = Case(model=model, stage=stage, accumulation=2, offloaded=True)
@@ -159,8 +159,7 @@ def test_the_optimizer_that_deepspeed_makes(params, name):
     noted = mock.patch.object(PartitionGradient, "scaled", lambda self, *span: taken.append(span) or take(self, *span))
     with noted, ranges_of(50):
         for step in range(4):
-            backward(engine, step)
-            engine.step()
+            take_steps(engine, first=step)
             plain(batch(step, 0, dist.get_rank(), 4)).backward()
             step_plain(plain, expected, 0.5)
     assert len(taken) > 8
@@ -190,9 +189,7 @@ def test_masters_in_low_precision(dtype, master):
         torch._dynamo.reset()
         module = build(Case())
         engine = engine_with_optimizer_of_configuration(module, {"lr": 0.05}, {dtype: section}, deepcompile)
-        for step in range(6):
-            backward(engine, step)
-            engine.step()
+        take_steps(engine, 6)
         trained.append([safe_get_full_fp32_param(parameter).float() for parameter in module.parameters()])
         assert engine.optimizer.single_partition_of_fp32_groups[0].dtype == master
         engine.destroy()
@@ -282,8 +279,7 @@ def train_with_little_host_memory():
             engine = engine_with_optimizer_of_configuration(module, {"lr": 0.05}, config, deepcompile, little)
         except RuntimeError as error:
             return str(error)
-        backward(engine)
-        engine.step()
+        take_steps(engine)
         trained.append(module.weight.detach().float())
         engine.destroy()
     return total_error(trained[:1], trained[1:]), total_error(trained[:1], [torch.ones_like(trained[0])])

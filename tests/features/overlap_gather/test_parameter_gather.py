@@ -4,10 +4,7 @@
 
 import contextlib
 import gc
-import glob
-import os
 import pickle
-import tempfile
 import weakref
 
 import pytest
@@ -20,6 +17,7 @@ from deepspeed.compile.zero_1_and_2.hooks import Hook
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.ids import vary
+from support.lifetime import take_steps
 from support.models import WITH_BLOCKS, Block, BlocksWithin
 from support.on_ranks import on_ranks
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
@@ -73,7 +71,7 @@ def test_a_model_that_calls_its_blocks_itself(ranks, model):
         {"dtype": "fp32", "clipping": 0.1},
     ],
 )
-@vary("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@vary("world", [1, 2], slow=[3])
 def test_variations_overlapped(ranks, world, varied):
     """A block that a step does not call leaves its parameters on their way, which the next step would send again."""
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
@@ -118,16 +116,6 @@ def clones(tensors):
     return [tensor.detach().clone() for tensor in tensors]
 
 
-def saved(engine, module):
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    engine.save_checkpoint(folder[0], tag="one")
-    file = glob.glob(os.path.join(folder[0], "one", "*model_states.pt"))[0]
-    state = torch.load(file, map_location=device(), weights_only=False)["module"]
-    dist.barrier()
-    return [state[name] for name, _ in module.named_parameters()]
-
-
 def after_offloading(engine, module):
     engine.offload_states()
     engine.reload_states()
@@ -143,7 +131,6 @@ def set_again(engine, module):
 READS = {
     "wait_for_parameters": lambda engine, module: (wait_for_parameters(engine), clones(module.parameters()))[1],
     "state_dict of a block": lambda engine, module: clones(module.body.blocks[0].state_dict().values()),
-    "save_checkpoint": saved,
     "offload_states": after_offloading,
     "safe_get_full_fp32_param": lambda engine, module: [
         safe_get_full_fp32_param(parameter) for parameter in module.parameters()
@@ -177,8 +164,7 @@ def read_after_a_step(case, how, model="Around"):
     for step in range(2):
         engine.train()
         with one_rank_late(DELAY):
-            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
-            engine.step()
+            take_steps(engine, first=step)
             # Right behind the step: the plain loop's collectives would wait for the late rank too.
             read = [outputs(engine, module, how)] if how in FORWARDS else READS[how](engine, module)
             train_plain(plain, optimizer, step)
@@ -252,8 +238,7 @@ def test_a_model_goes_with_its_engine(section):
     """Dynamo's caches keep an engine's parts for good: a part that holds a parameter would keep its memory."""
     module = BlocksWithin().to(device())
     engine = make_engine(module, Case(config={"compile": {"regional_compilation": True, **section}}))
-    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-    engine.step()
+    take_steps(engine)
     references = [weakref.ref(parameter) for parameter in module.parameters()]
     engine.destroy()
     del engine, module
@@ -282,8 +267,7 @@ def test_a_script_module_among_the_others():
     module, plain = built
     engine, optimizer = make_engine(module, Case(config=OVERLAPPED)), make_optimizer(plain, Case())
     for step in range(2):
-        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
-        engine.step()
+        take_steps(engine, first=step)
         train_plain(plain, optimizer, step)
     module.state_dict()
     assert relative_error(module.parameters(), plain.parameters()) < BOUND

@@ -253,6 +253,11 @@ def halve(module):
     return lambda value: value * 0.5
 
 
+def halve_compiled(module):
+    torch.compile(halve, backend="eager")(module)
+    return lambda value: value * 0.5
+
+
 def load(module):
     module.load_state_dict({name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()})
     return lambda value: torch.full_like(value, 0.5)
@@ -283,7 +288,7 @@ def test_writers():
     engine, errors, step = make_engine(module, Case(config={})), {}, 0
     train(engine, 0)
     with one_rank_late(DELAY):
-        for writer in (clip, halve, load, load_without_reading, initialize, replace):
+        for writer in (clip, halve, halve_compiled, load, load_without_reading, initialize, replace):
             for _ in range(2):
                 step += 1
                 train(engine, step)
@@ -458,20 +463,66 @@ def test_dtensors():
         make_engine(module, Case(config={}))
 
 
+def first_of(module):
+    return next(module.parameters()) * 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: peers read memory of this rank there alone")
+@pytest.mark.options("compile.overlap_param_gather")
+@vary("where", ["compiled", "hook"])
+@on_ranks(3)
+def test_writes_of_what_peers_read(where):
+    """With copy engines peers read this rank's memory. A rank that has all parameters, and then writes them where
+    nothing tells of the write, would change what a peer has yet to read, because that peer waited for a late rank."""
+    module = Around(2048).to(device())
+    engine = make_engine(module, Case(config={}))
+    parameters, double = [*module.body.blocks.parameters()], torch.compile(double_all, backend="eager")
+    # The hook runs behind the wait of the whole block, and compiled code behind its guards' wait.
+    hook = module.body.blocks[0].register_forward_pre_hook(lambda block, _: double_all([*block.parameters()]))
+    if where == "compiled":
+        hook.remove()
+    for step in range(4):
+        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+        if dist.get_rank() == 1:
+            torch.cuda._sleep(10**9)
+        engine.step()
+        if where == "compiled":
+            double(parameters)
+        else:
+            engine(batch(step, 1, dist.get_rank(), 4))
+    wait_for_parameters(engine)
+    for parameter in module.parameters():
+        of_all = [torch.empty_like(parameter) for _ in range(3)]
+        dist.all_gather(of_all, parameter.detach())
+        assert all(torch.equal(parameter, other) for other in of_all), "ranks have other parameters"
+    engine.destroy()
+
+
+@torch.no_grad()
+def double_all(parameters):
+    for parameter in parameters:
+        parameter.mul_(2)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
 @pytest.mark.options("compile.overlap_param_gather")
+@vary("compiles", [False, True])
 @on_ranks(2)
-def test_a_stream_of_the_callers():
+def test_a_stream_of_the_callers(compiles):
     """A read would make only the stream wait on which parameters were sent, and a stream of the caller's that reads
-    would get old values."""
+    would get old values. Or it would find nothing to wait for, where the guards of compiled code have waited on the
+    first stream and kept the class of parameters."""
     module = Around().to(device())
-    engine, side = make_engine(module, Case(config={})), torch.cuda.Stream()
+    engine, side, first = make_engine(module, Case(config={})), torch.cuda.Stream(), torch.compile(first_of)
     with one_rank_late(DELAY):
         for step in range(4):
             train(engine, step)
             # As in any program: the step's own stream comes first.
             side.wait_stream(torch.cuda.current_stream())
+            if compiles:
+                first(module)
             with torch.cuda.stream(side):
                 read = [parameter.detach().clone() for parameter in module.parameters()]
             wait_for_parameters(engine)

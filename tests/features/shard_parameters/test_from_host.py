@@ -21,7 +21,7 @@ from support.checkpoints import in_base_order
 from support.frozen import MODELS, Body, Tied, freeze
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
-from support.models import VOCABULARY, Block
+from support.models import VOCABULARY, Block, Stack
 from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import SHARDED, end, parameters_at_rest, same, section
@@ -204,19 +204,14 @@ def test_a_module_without_tensors():
 # Memory ------------------------------------------------------------------------------------------------------------
 
 
-class Deep(nn.Module):
+class Deep(Stack):
     """Its blocks are small beside the whole, and so is what is around them."""
 
-    def __init__(self, width=24, depth=16):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+    def __init__(self):
+        super().__init__(lambda: Block(24), 16, 24, VOCABULARY)
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.embedding.weight).square().mean()
+        return F.linear(super().forward(ids), self.embedding.weight).square().mean()
 
 
 class Watch(TorchDispatchMode):
@@ -250,10 +245,9 @@ class Watch(TorchDispatchMode):
 @on_ranks(2)
 def test_the_peak_of_the_set_up():
     """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
-    torch._dynamo.reset()
     module = Deep().bfloat16()
     numel = sum(parameter.numel() for parameter in module.parameters())
-    block = sum(parameter.nbytes for parameter in module.blocks[0].parameters())
+    block = sum(parameter.nbytes for parameter in module.layers[0].parameters())
     # On a CPU, these are what the host has, and the rest is what a device would have.
     with on_the_host(), Watch([parameter.detach() for parameter in module.parameters()]) as watch:
         engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))

@@ -177,6 +177,34 @@ def test_all_ranks_read(tmp_path, work, shards, case):
     assert same(*beside_whole(make, (section(shards), WHOLE), work, tmp_path, trained=trained, **case))
 
 
+class WithKernel(Adapted):
+    """A block has a parameter that may have another memory format."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.blocks[0].kernel = torch.nn.Parameter(torch.randn(4, 3, 2, 2))
+
+
+def by_format(engine, module, folder):
+    kernel, like = module.body.blocks[0].kernel, {"memory_format": torch.channels_last}
+    found = [kernel.detach().clone(**like), kernel.detach().contiguous(**like)]
+    assert all(value.is_contiguous(**like) for value in found)
+    with torch.no_grad():
+        kernel.copy_(other=found[0] * 0.5)
+    engine.optimizer.refresh_fp32_params()
+    return found
+
+
+@on_ranks(2)
+def test_memory_formats():
+    """A copy of a kernel in another memory format would raise torch's error about a tensor of no elements."""
+
+    def make(model, options):
+        return engine_of(WithKernel, options)
+
+    assert same(*beside_whole(make, (section("all"), WHOLE), by_format, ""))
+
+
 def alone(engine, module, weight):
     """The first rank reads a parameter, goes on with the error, and reads it again."""
     said = [outcome(weight.norm), outcome(weight.detach().clone)] if dist.get_rank() == 0 else []

@@ -52,6 +52,7 @@ from support.frozen import (
     trained_on,
 )
 from support.ids import vary
+from support.lifetime import take_steps
 from support.meeting import new_store
 from support.models import VOCABULARY, qwen3_config
 from support.on_ranks import on_ranks
@@ -649,7 +650,7 @@ def averaged_beside(engine, module, folder):
     with unsharded_parameters(engine):
         mean = torch.optim.swa_utils.AveragedModel(module)
     for step in range(2):
-        train_alike(engine, 1, first=step)
+        take_steps(engine, 1, first=step)
         with unsharded_parameters(engine):
             mean.update_parameters(module)
     with torch.no_grad():
@@ -819,8 +820,7 @@ def test_round_robin_order(tmp_path, config, stage, deepcompile):
     """Parameters would be linked with the master weights of others, and a load would cut memory that is not there."""
     config, folder = {**config, "zero_optimization": {"round_robin_gradients": True}}, str(tmp_path)
     module, engine = make("plain", config, stage=stage, deepcompile=deepcompile)
-    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-    engine.step()
+    take_steps(engine)
     masters = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in module.named_parameters()}
     engine.save_checkpoint(folder, tag="one")
     engine.load_checkpoint(folder, tag="one")
@@ -913,12 +913,6 @@ def test_other_memory_in_a_backward(model):
 # What is refused ---------------------------------------------------------------------------------------------------
 
 
-def train_alike(engine, steps, first=0):
-    for step in range(first, first + steps):
-        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
-        engine.step()
-
-
 def evaluate(engine, steps=1):
     engine.eval()
     with torch.no_grad():
@@ -938,11 +932,11 @@ def evaluates_alone(engine, other):
 def drops_a_batch(engine, other):
     if dist.get_rank() == 0:
         engine(batch(0, 0, 0, 4))
-    train_alike(engine, 2)
+    take_steps(engine, 2)
 
 
 def has_less_data(engine, other):
-    train_alike(engine, 1 + dist.get_rank())
+    take_steps(engine, 1 + dist.get_rank())
     evaluate(engine, steps=2)
 
 
@@ -1051,7 +1045,7 @@ def test_views_of_what_stays_whole_cost_no_time():
     engine = make_engine(module, Case(config=SHARDED))
     assert feature.sharded_blocks(engine).outside is not None
     kept = module.norm.state_dict()
-    train_alike(engine, 1)
+    take_steps(engine, 1)
     engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
     with mock.patch.object(unit, "LONGEST_HELD", 30.0):
         begin = time.monotonic()
@@ -1154,7 +1148,6 @@ class Plain(Adapted):
 @on_ranks(2)
 def test_a_rank_holds_its_part_and_two_blocks():
     """A flat tensor, or a block that is not given back, would keep a whole copy on every rank."""
-    torch._dynamo.reset()
     module = Plain().to(device())
     whole = sum(parameter.nbytes for parameter in module.parameters())
     engine = make_engine(module, Case(config=SHARDED, adam=True))
@@ -1176,8 +1169,7 @@ def test_a_rank_holds_its_part_and_two_blocks():
     held()
     for block in module.body.blocks:
         block.register_forward_hook(lambda block, inputs, output: (held(), output.register_hook(held))[:0] or None)
-    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
-    engine.step()
+    take_steps(engine)
     held()
     owned = sum(own.untyped_storage().nbytes() for own in optimizer.own_partitions.values())
     outside = 0 if sharded.outside is None else sharded.outside.memory.nbytes

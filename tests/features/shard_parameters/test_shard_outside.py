@@ -201,7 +201,6 @@ def sent(model, kept):
     """Returns how many units were gathered in a step, how many of these were whole when the loss was there, and how
     many are when blocks have been called by themselves, each in a pass of its own.
     """
-    torch._dynamo.reset()
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
     engine, begun, whole = make_engine(module, Case(config=section("all", keep_gathered=kept))), [], []
     units = feature.sharded_blocks(engine).units
@@ -263,40 +262,28 @@ def test_what_is_kept_is_of_the_last_step():
     assert same(train_beside_dropped("all"), train_beside_dropped(None))
 
 
-def agreed(overflows, dtype):
-    """Returns the number of blocks that "fit" keeps where the first rank has room for one alone.
+@vary(
+    "overflows, dtype, kept",
+    [([False, False, False], "fp32", [0, 1, 1]), ([True, False, True, False], "fp16", [0, 0, 0, 1])],
+    expects="overflows, kept",
+)
+@on_ranks(2)
+def test_fit_keeps_as_many_on_every_rank(overflows, dtype, kept):
+    """Ranks that keep what fits on each of them would gather different blocks. The first has room for one alone.
 
-    ``overflows``: whether each step overflows, or is taken.
+    Where the first steps overflow, the memory would count as free that the optimizer's states need later.
     """
-    torch._dynamo.reset()
     module, rank = Adapted().to(device()).requires_grad_(True), dist.get_rank()
     engine = make_engine(module, Case(config=section("all", keep_gathered="fit"), dtype=dtype))
-    sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
-    blocks = list(sharded._unit_of.values())
-    keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].memory.nbytes)
-    numbers = []
-    try:
+    sharded, numbers = feature.sharded_blocks(engine), []
+    room = 10**9 if rank else list(sharded._unit_of.values())[-1].memory.nbytes
+    with mock.patch.object(keep, "spare_memory", shapes_no_graph(lambda device: room)):
         for step, is_left_out in enumerate(overflows):
             engine.backward(engine(batch(step, 0, rank, 4)) * (float("inf") if is_left_out else 1.0))
             engine.step()
             numbers.append(sharded.whole.most_kept)
-        assert engine.skipped_steps == sum(overflows)
-    finally:
-        keep.spare_memory = spare
-        engine.destroy()
-    return numbers
-
-
-@on_ranks(2)
-def test_fit_keeps_as_many_on_every_rank():
-    """Ranks that keep what fits on each of them would gather different blocks."""
-    assert agreed([False, False, False], "fp32") == [0, 1, 1]
-
-
-@on_ranks(2)
-def test_fit_waits_for_steps_that_are_taken():
-    """Where the first steps overflow, the memory would count as free that the optimizer's states need later."""
-    assert agreed([True, False, True, False], "fp16") == [0, 0, 0, 1]
+    engine.destroy()
+    assert numbers == kept and engine.skipped_steps == sum(overflows)
 
 
 class Large(Adapted):
@@ -317,7 +304,6 @@ class Large(Adapted):
 @on_ranks(2)
 def test_when_memory_is_given_back(kept, checkpoints):
     """An embedding that is not freed after the lookup, or a head after its backward, would be most of the peak."""
-    torch._dynamo.reset()
     module = Large().to(device()).requires_grad_(True)
     if checkpoints:
         run = module.body.run_block
@@ -379,7 +365,6 @@ class StacksOfOne(Large):
 @on_ranks(2)
 def test_a_module_that_calls_one_block():
     """All large embeddings would stay beside the block, as for a block that somebody calls by itself."""
-    torch._dynamo.reset()
     module = StacksOfOne().to(device()).requires_grad_(True)
     blocks = [AdaptedBlock.__name__]
     engine = make_engine(module, Case(config=section("all", regional_compilation=blocks)))

@@ -150,7 +150,7 @@ class RarelyHit(torch.nn.Module):
 
 
 @pytest.mark.options("compile.optimizer_states")
-@vary("stage", [2, pytest.param(1, marks=pytest.mark.slow)])
+@vary("stage", [2], slow=[1])
 @on_ranks(2)
 def test_experts_that_are_rarely_hit(stage):
     """If a second moment decayed to zero in 8 bits, the next gradient would move weights by thousands of rates."""

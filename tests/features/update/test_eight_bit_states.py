@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed.compile.features.checkpoints.order import BaseOrder
-from deepspeed.compile.features.update import eight_bit
+from deepspeed.compile.features.update import every_step
 from deepspeed.compile.features.update.adam_operators import Elements, Settings
 from deepspeed.compile.features.update.blockwise import (
     FORM,
@@ -24,15 +24,15 @@ from deepspeed.compile.features.update.blockwise import (
     zeros,
 )
 from deepspeed.compile.features.update.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
-from deepspeed.compile.features.update.eight_bit import EightBitAdam
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.features.update.saved_blocks import saved, taken, to_fp32_in_base_order
 from deepspeed.compile.features.update.states import StatesOfAdam, convert_saved
 from deepspeed.compile.zero_1_and_2.layout import Layout
 from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
 from deepspeed.compile.zero_1_and_2.step import partition_gradient
-from deepspeed.compile.zero_1_and_2.step import ranges as of_partition
+from deepspeed.compile.zero_1_and_2.step import partitions as of_partition
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.partitions import Ranges
 from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
@@ -79,7 +79,7 @@ def test_codes_are_those_of_the_table(signed):
         given.append(below)
     values = torch.cat([*given, *(-value for value in given if signed), torch.tensor([0.0, -0.0, 1.0])])
     values = values.clamp(-1 if signed else 0, 1).to(device())
-    codes = codes_of(values, thresholds.to(device()), signed)
+    codes = codes_of(values, thresholds.to(device()))
     assert codes.dtype == torch.uint8
     assert torch.equal(codes.cpu().long(), searched(values.cpu(), table))
 
@@ -105,7 +105,7 @@ def test_tiny_values_keep_their_size(signed):
     """Where a block's scale has a floor, second moments of small gradients are rounded up and weights stand still."""
     blocks = torch.rand(2, BLOCK, device=device()) * 1e-30
     table, thresholds = make_map(signed, blocks.device)
-    decoded = decode(*encode(blocks, thresholds, signed), table)
+    decoded = decode(*encode(blocks, thresholds), table)
     assert (decoded - blocks).abs().max() < 0.02e-30
 
 
@@ -134,7 +134,7 @@ class OneRank:
         self.master = torch.nn.Parameter(flat[first:last].clone())
         self.optimizer = make([self.master])
         self.first, self.last = first, last
-        self.rule = EightBitAdam()
+        self.rule = EveryStepAdam(in_8_bits=True)
         # As in an engine, the new parameters lie in the group's flat tensor.
         self.new = torch.zeros(len(flat), dtype=torch.bfloat16, device=flat.device)[first:last]
 
@@ -328,7 +328,7 @@ def test_kernel(monkeypatch, dtype):
     for by_kernel in (True, False):
         rank = OneRank(flat, BLOCK, NUMEL, adamw)
         if not by_kernel:
-            monkeypatch.setattr(eight_bit, "kernel_for", lambda master: None)
+            monkeypatch.setattr(every_step, "kernel_for", lambda master: None)
         for seed in range(4):
             rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed, maximize=seed == 2)
             rank.step(draw(seed).to(dtype), torch.full((1,), 0.5, device=device()), spans=[(4 * BLOCK, 6 * BLOCK)])

@@ -11,11 +11,11 @@ import torch
 
 from deepspeed.compile.features.update import adam_operators
 from deepspeed.compile.features.update.adam_operators import Elements, Scalars, Settings
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.features.update.remainders import join, split
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
 from deepspeed.compile.zero_1_and_2.parameter.runs import in_one_run
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.partitions import Ranges
 from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
@@ -78,7 +78,7 @@ class Beside:
         rule: makes the rule for the states.
     """
 
-    def __init__(self, make, rule):
+    def __init__(self, make, in_8_bits=False):
         torch.manual_seed(0)
         self.masters = torch.randn(NUMEL, device=device()) * 10 ** torch.empty(NUMEL, device=device()).uniform_(-6, 0)
         self.sides = []
@@ -86,10 +86,10 @@ class Beside:
             master = torch.nn.Parameter(self.masters.clone())
             new, remainders = split(master.data)
             optimizer = make([master])
-            steps = RemaindersAdam([remainders], rule()) if has_remainders else rule()
+            rule = EveryStepAdam(in_8_bits, [remainders] if has_remainders else None)
             if has_remainders:
                 master.data = master.data.new_full((1,), torch.nan).expand(NUMEL)
-            self.sides.append((optimizer, steps, new, remainders))
+            self.sides.append((optimizer, rule, new, remainders))
 
     def step(self, gradient, spans=()):
         for optimizer, rule, new, _ in self.sides:
@@ -126,13 +126,10 @@ ADAMS = {
     "states, make",
     [*(("fp32", name) for name in ADAMS), ("8bit", "AdamW")],
 )
-@vary("steps", [20, pytest.param(10_000, marks=pytest.mark.slow)])
+@vary("steps", [20], slow=[10_000])
 def test_master_weights_have_the_bits_of_those_in_fp32(states, make, steps, monkeypatch):
     """Master weights that lose a bit somewhere would train otherwise than with the option off."""
-    rule = EveryStepAdam
-    if states == "8bit":
-        rule = pytest.importorskip("deepspeed.compile.features.update.eight_bit").EightBitAdam
-    beside = Beside(ADAMS[make], rule)
+    beside = Beside(ADAMS[make], in_8_bits=states == "8bit")
     with ranges_of(1504):
         for step in range(steps):
             generator = torch.Generator().manual_seed(step)
@@ -145,7 +142,7 @@ def test_master_weights_have_the_bits_of_those_in_fp32(states, make, steps, monk
 @pytest.mark.quick
 def test_states_come_back_from_other_states():
     """Loaded states of another form would be stepped as if they were fp32 states."""
-    beside = Beside(ADAMS["AdamW"], EveryStepAdam)
+    beside = Beside(ADAMS["AdamW"])
     beside.step(torch.ones(NUMEL, dtype=torch.bfloat16, device=device()))
     optimizer, rule, new, _ = beside.sides[1]
     (state,) = optimizer.state.values()

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.compile.features.update import masters as masters_module
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.compile.features.update.remainders import split
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -34,7 +34,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train, whole
 from support.faults import Injected
 from support.ids import vary
-from support.lifetime import take_elsewhere
+from support.lifetime import take_elsewhere, take_steps
 from support.models import VOCABULARY, BlocksWithin
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
@@ -43,7 +43,6 @@ from support.training import (
     OVERLAPPED,
     ROUNDING,
     Case,
-    batch,
     build,
     device,
     make_engine,
@@ -118,13 +117,14 @@ def moments(engine):
     ]
 
 
-def step_on_given(engine, run, number):
+def step_on_given(engine, run, *numbers):
     """Steps on gradients that do not depend on the parameters, which ties may round otherwise."""
-    engine.backward(engine(sequences(run, number, 0)))
-    for index, parameter in enumerate(trained(engine)):
-        generator = torch.Generator().manual_seed(100 * number + index)
-        safe_set_full_grad(parameter, torch.randn(parameter.shape, generator=generator).to(device()))
-    engine.step()
+    for number in numbers:
+        engine.backward(engine(sequences(run, number, 0)))
+        for index, parameter in enumerate(trained(engine)):
+            generator = torch.Generator().manual_seed(100 * number + index)
+            safe_set_full_grad(parameter, torch.randn(parameter.shape, generator=generator).to(device()))
+        engine.step()
 
 
 def same(values, expected):
@@ -269,16 +269,14 @@ def test_each_adam(name):
 def save(run, folder):
     """Trains and saves. Returns the master weights and states then, and after two more steps."""
     engine = begin(run)
-    for number in range(3):
-        step_on_given(engine, run, number)
+    step_on_given(engine, run, *range(3))
     if engine.optimizer.elastic_checkpoint:
         # Without it, which optimizers with a fused step keep there, DeepSpeed does not load elastic states.
         for group in engine.optimizer.param_groups:
             group["step"] = 3
     engine.save_checkpoint(folder, tag="saved")
     seen = [masters(engine), moments(engine)]
-    for number in (3, 4):
-        step_on_given(engine, run, number)
+    step_on_given(engine, run, 3, 4)
     seen.append(masters(engine))
     engine.destroy()
     return seen
@@ -299,8 +297,7 @@ def check_loaded(run, folder, tag, expected, before):
     expected = [[value.to(device()) for value in values] for values in expected]
     assert same(masters(engine), expected[0]) and (before is None or same(moments(engine), expected[1]))
     assert parameters_are_of_masters(engine)
-    for number in (3, 4):
-        step_on_given(engine, run, number)
+    step_on_given(engine, run, 3, 4)
     # On other numbers of ranks, other elements lie at the ends of partitions. On a GPU these are stepped by operators,
     # which round otherwise than the kernel.
     close = torch.cuda.is_available() and tag == "universal"
@@ -330,7 +327,7 @@ def test_saved_and_loaded(tmp_path, saves, loads, before, varied):
     check_loaded(loaded_by, str(tmp_path), "saved", expected, before)
 
 
-@vary("world, before", [(1, "step"), pytest.param(3, None, marks=pytest.mark.slow)])
+@vary("world, before", [(1, "step")], slow=[(3, None)])
 def test_universal_checkpoints(ranks, tmp_path, world, before):
     """Fragments of parameters that a universal checkpoint is written into would be copies that nobody reads."""
     run = run_of(accumulation=1)
@@ -352,8 +349,7 @@ def test_loaded_without_the_fp32_master_weights(tmp_path):
     engine.load_checkpoint(str(tmp_path), tag="saved")
     assert same(masters(engine), rounded) and parameters_are_of_masters(engine)
     assert same(moments(engine), expected[1])
-    for number in (3, 4):
-        step_on_given(engine, run, number)
+    step_on_given(engine, run, 3, 4)
     assert 0 < relative_error(masters(engine), expected[2]) < 2 * ROUNDING["bf16"]
     engine.destroy()
 
@@ -610,7 +606,7 @@ def test_a_step_that_raised_half_way():
     engine.destroy()
 
 
-@vary("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@vary("world", [1], slow=[2])
 @on_ranks("world")
 def test_a_second_engine_and_the_end(world):
     """The parameters of a later engine would be joined with the remainders of an earlier one."""
@@ -729,9 +725,7 @@ def train_by_configuration(options):
     module = build(case)
     engine = make_engine(module, case, model_parameters=module.parameters())
     before = masters(engine)
-    for step in range(3):
-        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
-        engine.step()
+    take_steps(engine, 3)
     after = masters(engine)
     engine.destroy()
     return before, after
@@ -782,8 +776,7 @@ def test_torch_counts_steps():
         # As torch does for a daemon that profiles, where KINETO_USE_DAEMON is set.
         handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
         before = KinetoStepTracker.current_step()
-        for number in range(2):
-            step_on_given(engine, variant, number)
+        step_on_given(engine, variant, *range(2))
         counted.append(KinetoStepTracker.current_step() - before)
         handle.remove()
         engine.destroy()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
+from deepspeed.compile.features.update.every_step import EveryStepAdam
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.training import Case, device, make_engine

@@ -146,37 +146,58 @@ def replace_all_but(part, other, path):
     return refuse() if part in os.path.basename(path) else REPLACE(other, path)
 
 
+LAST = "the checkpoint {tag} in {folder} was not saved; the last whole one is "
+WHOLE = "the save did not end well: the checkpoint {tag} in {folder} is whole"
+
+
+@pytest.mark.follows("but the file latest does not name it; load it by its tag")
 @vary(
-    "rank, patch, expects",
+    "rank, patch, expects, logged",
     [
-        (0, ("deepspeed.runtime.engine.copyfile", refuse), "write its files of the checkpoint two"),
+        (
+            0,
+            ("deepspeed.runtime.engine.copyfile", refuse),
+            "write its files of the checkpoint {tag}",
+            {"two": LAST + "one", "one": LAST + "the earlier one with this tag"},
+        ),
         (
             1,
             ("os.replace", functools.partial(replace_all_but, "zero_pp_rank_1")),
-            "put its files of the checkpoint two in place",
+            "put its files of the checkpoint {tag} in place",
+            {
+                "two": LAST + "one",
+                "one": LAST.replace("the last whole one is ", "a part of it may be of the earlier one with this tag"),
+            },
         ),
         (
             0,
             ("os.replace", functools.partial(replace_all_but, "latest")),
-            "name the checkpoint two in the file latest",
+            "name the checkpoint {tag} in the file latest",
+            {"two": WHOLE + ", but the file latest does not name it; load it by its tag", "one": WHOLE},
         ),
     ],
-    expects="patch",
+    expects="patch, logged",
 )
+@vary("tag", ["two", "one"])
 @on_ranks(2)
-def test_a_rank_that_may_not_put_files_in_place(tmp_path, rank, patch, expects):
-    """The others would wait in the next meeting of a save for a rank that has raised, until their time is up."""
+def test_a_rank_that_may_not_put_files_in_place(tmp_path, tag, rank, patch, expects, logged):
+    """The others would wait in the next meeting of a save for a rank that has raised, until their time is up. Or the
+    log would send its reader to an earlier checkpoint that is no longer there, while the new one is whole."""
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)
     engine = train_and_save(run, folder, "one")
-    with mock.patch(*patch) if dist.get_rank() == rank else contextlib.nullcontext():
-        said = outcome(engine.save_checkpoint, folder, tag="two")
+    error = mock.patch.object(whole_checkpoints.logger, "error")
+    with error as log, mock.patch(*patch) if dist.get_rank() == rank else contextlib.nullcontext():
+        said = outcome(engine.save_checkpoint, folder, tag=tag)
     ours = "PermissionError: [Errno 13] Permission denied"
-    other = f"RuntimeError: rank {rank} could not {expects}, so no rank goes on. It says: {ours}"
+    purpose = expects.format(tag=tag)
+    other = f"RuntimeError: rank {rank} could not {purpose}, so no rank goes on. It says: {ours}"
     assert said == (ours if dist.get_rank() == rank else other)
+    assert log.call_args[0][0] == logged[tag].format(tag=tag, folder=folder)
     assert gathered(None) and (tmp_path / "latest").read_text() == "one"
     assert not [*tmp_path.rglob("unfinished_*")]
     engine.destroy()
-    assert resumed(run, folder) == []
+    named = tag if logged[tag].startswith(WHOLE) else None
+    assert resumed(run, folder, named) == []
 
 
 @pytest.mark.quick

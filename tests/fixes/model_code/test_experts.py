@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import deepspeed
-from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
@@ -87,7 +87,7 @@ def train(module, engine, case, first, last):
     return losses, [parameter.detach().clone() for parameter in module.parameters()], engine.get_global_grad_norm()
 
 
-def off_and_on(case, on_ranks, folder):
+def off_and_on(make, case, on_ranks, folder):
     """Returns differences between a run without DeepCompile and one with it, and between two with it that resume.
 
     A new engine resumes from the checkpoint of the run without DeepCompile, and then from that of the run with it.
@@ -120,6 +120,18 @@ def apart(some, others):
     return values, losses, abs(some[2] - others[2])
 
 
+def check_off_and_on(pool, make, case, on_ranks, folder):
+    try:
+        results = pool.run(off_and_on, make, case, on_ranks, str(folder))
+    finally:
+        # Process groups of experts stay for the life of a process.
+        pool.stop()
+    for found, from_graphs, held in results:
+        for values, losses, norms in found:
+            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
+        assert from_graphs > 0 and held == 0
+
+
 @pytest.mark.options("expert_parallel")
 @vary(
     "world, on_ranks, case",
@@ -133,15 +145,7 @@ def apart(some, others):
 )
 def test_experts_train_as_without_deepcompile(ranks, tmp_path, world, on_ranks, case):
     """Experts' gradients would be averaged with those of other experts, or divided by too few ranks."""
-    try:
-        results = ranks(world).run(off_and_on, case, on_ranks, str(tmp_path))
-    finally:
-        # Process groups of experts stay for the life of a process.
-        ranks(world).stop()
-    for found, from_graphs, held in results:
-        for values, losses, norms in found:
-            assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0 and held == 0
+    check_off_and_on(ranks(world), make, case, on_ranks, tmp_path)
 
 
 class FusedExperts(nn.Module):
@@ -171,59 +175,98 @@ class Layer(nn.Module):
         return x + self.mlp(x)
 
 
+class Body(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(count) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class ForAutoEP(nn.Module):
     def __init__(self, count=4):
         super().__init__()
         self.config = types.SimpleNamespace(
             model_type="mixtral", num_local_experts=count, num_experts_per_tok=2, hidden_size=WIDTH
         )
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleList(Layer(count) for _ in range(2))
+        self.model = Body(count)
 
     def forward(self, x):
-        for layer in self.model.layers:
-            x = layer(x)
-        return x.square().mean()
+        return self.model(x).square().mean()
 
 
-def train_with_auto_ep(deepcompile, stage):
+def make_for_auto_ep(case, on_ranks):
     torch._dynamo.reset()
-    forget_autocast()
     torch.manual_seed(0)
-    settings = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_clipping": 0.1,
-        "zero_optimization": {"stage": stage},
+    module = ForAutoEP().to(device())
+    config = {
+        **(case.config or {}),
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
-        "expert_parallel": {"enabled": True, "autoep_size": 2, "preset_model": "mixtral"},
-        "compile": {"deepcompile": deepcompile},
+        "expert_parallel": {"enabled": True, "autoep_size": on_ranks, "preset_model": "mixtral"},
     }
-    engine = deepspeed.initialize(model=ForAutoEP().to(device()), config=settings)[0]
-    if deepcompile:
-        engine.compile(backend="eager")
-    trained = train(engine.module, engine, Case(), 0, 3)
-    from_graphs = gradient_counters(engine)["from_graphs"] if deepcompile else 0
-    engine.destroy()
-    return trained, from_graphs
-
-
-def auto_ep_off_and_on(stage):
-    off, _ = train_with_auto_ep(False, stage)
-    on, from_graphs = train_with_auto_ep(True, stage)
-    return apart(on, off), from_graphs
+    engine = make_engine(module, dataclasses.replace(case, config=config), model_parameters=[*module.parameters()])
+    return engine.module, engine
 
 
 @pytest.mark.options("expert_parallel")
-@vary("stage", [2], slow=[1])
-def test_auto_ep_trains_as_without_deepcompile(ranks, stage):
-    """Experts would be averaged with those of the other rank."""
+@vary(
+    "world, case",
+    [(2, Case(stage=2, clipping=0.1))],
+    slow=[
+        (2, Case(stage=1, accumulation=2, config=OVERLAPPED)),
+        (2, Case(stage=2, accumulation=3, clipping=0.1, backend="inductor")),
+        (4, Case(stage=1, clipping=0.1)),
+        (4, Case(stage=2, accumulation=2, clipping=0.1)),
+    ],
+)
+def test_auto_ep_trains_as_without_deepcompile(ranks, tmp_path, world, case):
+    """Experts would be averaged with those of the other rank, and resume with their states."""
+    check_off_and_on(ranks(world), make_for_auto_ep, case, 2, tmp_path)
+
+
+def train_where_one_rank_overflows(make, case):
+    """Returns what each step left, and the parameters, where one rank's experts overflow in two of five steps."""
+    module, engine = make(case, 2)
+    experts = [parameter for parameter in module.parameters() if getattr(parameter, "group_name", None)]
+    overflows, steps = False, []
+    if dist.get_rank() == 1:
+        experts[-1].register_hook(lambda gradient: gradient * float("inf") if overflows else gradient)
+    for step in range(5):
+        overflows = step in (1, 2)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        engine.backward(engine(tokens(step, 0).half()))
+        engine.step()
+        if case.deepcompile:
+            wait_for_parameters(engine)
+        unchanged = all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+        steps.append((engine.skipped_steps, engine.optimizer.loss_scale, unchanged))
+    values = [parameter.detach().float() for parameter in module.parameters()]
+    engine.destroy()
+    return steps, values
+
+
+def overflows_off_and_on(make, case):
+    steps_off, off = train_where_one_rank_overflows(make, dataclasses.replace(case, deepcompile=False))
+    steps, on = train_where_one_rank_overflows(make, case)
+    return steps, steps_off, max(float((one - other).abs().max()) for one, other in zip(on, off, strict=True))
+
+
+@SLOW
+@vary("world, make, stage", [(2, make, 1), (2, make_for_auto_ep, 2), (4, make, 2), (4, make_for_auto_ep, 1)])
+def test_experts_of_one_rank_overflow(ranks, world, make, stage):
+    """The other ranks would step, or go on with another loss scale."""
     try:
-        results = ranks(2).run(auto_ep_off_and_on, stage)
+        results = ranks(world).run(overflows_off_and_on, make, Case(stage=stage, dtype="fp16"))
     finally:
-        ranks(2).stop()
-    for (values, losses, norms), from_graphs in results:
-        assert values < 1e-5 and losses < 1e-5 and norms < 1e-4
-        assert from_graphs > 0
+        ranks(world).stop()
+    for steps, steps_off, difference in results:
+        assert steps == steps_off == results[0][0]
+        assert [skipped for skipped, _, _ in steps] == [0, 1, 2, 2, 2] and steps[-1][1] < steps[0][1]
+        assert [unchanged for *_, unchanged in steps] == [False, True, True, False, False]
+        assert difference < 2e-3
 
 
 def made_with_muon():

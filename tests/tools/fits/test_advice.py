@@ -7,10 +7,12 @@ import dataclasses
 import pytest
 from torch import nn
 
-from deepspeed.compile.tools.fits import fits
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits.advice import COLUMNS, FEW, few_rows, recommended, text_of
 from deepspeed.compile.tools.fits.estimate import GIB
 from deepspeed.compile.tools.fits.modes import MODES, Mode
+
+from support.models import Stack
 
 WIDTH = 8192
 
@@ -24,19 +26,14 @@ class Layer(nn.Module):
         return x + self.linear(x).relu()
 
 
-class Large(nn.Module):
+class Large(Stack):
     """Has 2.7 billion parameters in layers, and few outside of them."""
 
     def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(16, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(40))
+        super().__init__(Layer, 40, WIDTH, vocabulary=16)
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+        return super().forward(ids).square().mean()
 
 
 @pytest.fixture(scope="module")

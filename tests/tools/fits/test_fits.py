@@ -17,9 +17,11 @@ from torch.nn import functional
 from deepspeed.compile.features.copy_engines.carrier import device_bytes
 from deepspeed.compile.features.shard_parameters import keep
 from deepspeed.compile.features.update.blockwise import SIGNED, names_of
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits import __main__ as command
-from deepspeed.compile.tools.fits import configuration, estimate, fits, fsdp2, gradients, liveness, modes, sources
-from deepspeed.compile.tools.fits.activations import Activations, Moment
+from deepspeed.compile.tools.fits import configuration, estimate, fsdp2, gradients, liveness, modes, sources
+from deepspeed.compile.tools.fits.activations import Activations
+from deepspeed.compile.tools.fits.liveness import Moment
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
@@ -232,10 +234,10 @@ class AttendsInGroups(Block):
         return super().forward(made.transpose(1, 2).reshape(x.shape))
 
 
-def attending(kind):
+def small_of(kind, layers=LAYERS):
     def make_model():
         model = Small()
-        model.body.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        model.body.layers = nn.ModuleList(kind() for _ in range(layers))
         return model
 
     return make_model
@@ -243,14 +245,14 @@ def attending(kind):
 
 def test_attention_with_dropout_keeps_no_matrix():
     """Attention would have its matrix [tokens, tokens] as on a CPU, which no GPU keeps."""
-    assert activations_of(attending(DropsOut)).forward == activations_of(attending(Attends)).forward
+    assert activations_of(small_of(DropsOut)).forward == activations_of(small_of(Attends)).forward
 
 
 def test_the_workspace_of_attentions_backward(monkeypatch):
     """For long sequences, where it is the peak, a backward would need as much more as the queries take in fp32."""
-    found = [activations_of(attending(kind)).backward for kind in (Attends, AttendsInGroups)]
+    found = [activations_of(small_of(kind)).backward for kind in (Attends, AttendsInGroups)]
     monkeypatch.setattr(liveness, "_workspace", lambda kernel: 0)
-    without = [activations_of(attending(kind)).backward for kind in (Attends, AttendsInGroups)]
+    without = [activations_of(small_of(kind)).backward for kind in (Attends, AttendsInGroups)]
     more = [max(one.most - other.most for one, other in zip(*moments)) for moments in zip(found, without)]
     # Two sequences, and four heads, each with a number for a row. In groups, keys and values have two heads.
     of_queries = 4 * 2 * TOKENS * WIDTH
@@ -260,19 +262,15 @@ def test_the_workspace_of_attentions_backward(monkeypatch):
     ]
 
 
-class CallsBlocksItself(WithLoss):
+class CallsBlocksItself(Stack):
     """As nanoGPT: the model itself calls its blocks."""
 
     def __init__(self):
-        super().__init__()
-        self.layers, self.embedding = self.body.layers, self.body.embedding
-        del self.body
+        super().__init__(Block, LAYERS, WIDTH, VOCABULARY)
+        self.head = nn.Linear(WIDTH, MANY)
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x)
+        logits = self.head(super().forward(ids))
         return logits, functional.cross_entropy(logits.view(-1, MANY), ids.view(-1))
 
 
@@ -288,16 +286,10 @@ def test_modes_that_need_blocks_make_some():
     assert "lines with regional_compilation make blocks" in " ".join(answer.notes)
 
 
-class Deep(Small):
-    def __init__(self):
-        super().__init__()
-        self.body.layers = nn.ModuleList(Block() for _ in range(8))
-
-
 def rows_that_keep(*kept, memory=80.0):
     """Returns the name of a mode -> its row, for modes that keep so many blocks: "2", or "fit: 8 of 8 blocks"."""
     chosen = [Mode(str(keep), shard_parameters="all", keep=keep) for keep in kept]
-    answer = fits(Deep, modes=chosen, gpus=2, sequence=20 * TOKENS, memory=memory)
+    answer = fits(small_of(Block, 8), modes=chosen, gpus=2, sequence=20 * TOKENS, memory=memory)
     return {row.mode.name: row for row in answer.rows}
 
 
@@ -354,58 +346,47 @@ def lowered(function, *inputs):
     return make_fx(function, decomposition_table=select_decomp_table(), tracing_mode="fake")(*inputs)
 
 
-def test_results_of_kernels_have_memory():
-    """Values that live in registers would be counted, or a kernel's result that it writes over its input."""
-
-    def function(x, weight):
-        return [(x @ weight).exp().sin().cos() @ weight]
-
+@pytest.mark.parametrize(
+    "function",
+    [
+        # exp, sin and cos are one kernel, which writes over the first product. The second product stands beside it.
+        lambda x, weight: [(x @ weight).exp().sin().cos() @ weight],
+        # The gradient of shifted logits, for example: its kernel reads them at other places.
+        lambda x, weight: [nn.functional.pad((x @ weight).exp()[:-1], (0, 0, 1, 0)).sin()],
+        lambda x, weight: [read_at_two_places((x @ weight).exp()).sin()],
+    ],
+    ids=["over its input", "sliced and padded", "read at two places"],
+)
+def test_results_of_kernels_have_memory(function):
+    """Values that live in registers would be counted, or a result be counted in memory that its kernel still reads."""
     x, weight = torch.empty(8, 8), torch.empty(8, 8)
     moment = liveness.life_of_forward(lowered(function, x, weight), 1, [])[-1]
-    # exp, sin and cos are one kernel, which writes over the first product; then the second product stands beside it.
     assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
+
+
+def read_at_two_places(x):
+    return x + x.roll(1, 0)
 
 
 @pytest.mark.parametrize(
-    "move",
-    [lambda x: nn.functional.pad(x[:-1], (0, 0, 1, 0)), lambda x: x + x.roll(1, 0)],
-    ids=["sliced and padded", "read at two places"],
+    "read, rows",
+    [
+        # Two kernels would read too much to make the value again, so Inductor writes it to memory, beside two rows.
+        (lambda made: [made.sum(0), (made * made).mean(-1)], 64 + 2),
+        # As what both gradients of an activation are made of.
+        (lambda made: [made.sin(), made * made], 2 * 64),
+    ],
+    ids=["by two kernels", "by its own kernel"],
 )
-def test_kernels_write_beside_what_they_move(move):
-    """The gradient of shifted logits would be counted in their memory, which its kernel reads at other places."""
+def test_a_value_of_many_reads(read, rows):
+    """A value that Inductor writes to memory would be left out, or one that its own kernel reads be counted."""
 
-    def function(x, weight):
-        return [move((x @ weight).exp()).sin()]
-
-    x, weight = torch.empty(8, 8), torch.empty(8, 8)
-    moment = liveness.life_of_forward(lowered(function, x, weight), 1, [])[-1]
-    assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
-
-
-def test_a_value_of_many_reads_has_memory():
-    """What Inductor writes to memory, because two kernels would read too much to make it again, would be left out."""
-
-    def function(*inputs):
-        a, b, c, d, e = inputs
-        made = a * b + c * d + e
-        return [made.sum(0), (made * made).mean(-1)]
+    def function(a, b, c, d, e):
+        return read(a * b + c * d + e)
 
     inputs = [torch.empty(64, 64) for _ in range(5)]
     life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
-    assert life[-1].most >= inputs[0].nbytes
-
-
-def test_a_value_that_its_own_kernel_reads_has_no_memory():
-    """What both gradients of an activation are made of would be counted, in fp32 as much as they are together."""
-
-    def function(*inputs):
-        a, b, c, d, e = inputs
-        made = a * b + c * d + e
-        return [made.sin(), made * made]
-
-    inputs = [torch.empty(64, 64) for _ in range(5)]
-    life = liveness.life_of_forward(lowered(function, *inputs), 2, [])
-    assert life[-1].most == 2 * inputs[0].nbytes
+    assert life[-1].most == rows * inputs[0][0].nbytes
 
 
 def test_fsdp2_holds_what_its_units_need():
@@ -579,7 +560,8 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),
         ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, "reduce_bucket_size: Input should be greater"),
-        ({"sequence_parallel_size": "two"}, "splits sequences, which is not estimated"),
+        ({"sequence_parallel_size": "two"}, "has sequence_parallel_size 'two', which does not divide 2 GPUs"),
+        ({"sequence_parallel_size": 4}, "has sequence_parallel_size 4, which does not divide 2 GPUs"),
         ({"train_micro_batch_size_per_gpu": 0}, "DeepSpeed refuses the configuration: Train batch size: 0 has to be"),
         ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
     ],

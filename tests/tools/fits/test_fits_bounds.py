@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compile.tools.fits import fits, gradients, sources, time_limit
+from deepspeed.compile.fits import fits
+from deepspeed.compile.tools.fits import gradients, sources, time_limit
 from deepspeed.compile.tools.fits.advice import text_of
 from deepspeed.compile.tools.fits.modes import Mode
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.compile.tools.fits import estimate, fits
+from deepspeed.compile.fits import fits
+from deepspeed.compile.tools.fits import estimate
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -127,6 +128,18 @@ def test_loss_in_tiles():
     assert highest(tiled.backward) < 2 * weight + logits // 4
     arrived = collections.Counter(moment.gradient for moment in tiled.backward if moment.gradient)
     assert arrived["head.weight"] == 1
+
+
+def test_a_sequence_that_ranks_share():
+    """A rank's activations would be those of the whole sequence, or its states would be cut over fewer ranks."""
+
+    def row(sequence, **more):
+        config = {"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True}, **more}
+        make_batch = {"batch": lambda rows, tokens: {"ids": torch.zeros(rows, tokens, dtype=torch.long)}}
+        return fits(Model, gpus=4, sequence=sequence, config=config, modes=[], **make_batch).rows[0]
+
+    shared, alone = row(2 * TOKENS, sequence_parallel_size=2, train_batch_size=2), row(TOKENS, train_batch_size=4)
+    assert (shared.at_rest, shared.peak) == (alone.at_rest, alone.peak)
 
 
 def test_what_the_allocator_reserves():

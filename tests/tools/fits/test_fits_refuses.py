@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn as nn
 
+from deepspeed.compile.fits import fits
 from deepspeed.compile.tools.fits import __main__ as command
-from deepspeed.compile.tools.fits import fits, sources
+from deepspeed.compile.tools.fits import sources
 from deepspeed.compile.tools.fits.modes import Mode
 
 from support.ids import vary
@@ -113,15 +114,13 @@ def test_without_transformers(capsys, monkeypatch):
     assert "`pip install transformers`, or name a function that makes" in refusal(capsys, "--model", "some/model")
 
 
-def test_the_search_path_stays_as_the_module_leaves_it(folder):
+def test_the_search_path_stays_as_the_module_leaves_it(folder, monkeypatch):
     """The first entry would be removed, which may be one that the module has added for its own imports."""
     (folder / "mine.py").write_text("import sys; sys.path.insert(0, 'of its own'); from torch.nn import Identity")
     before = [*sys.path]
-    try:
-        sources.named("mine:Identity")
-        assert sys.path == ["of its own", *before]
-    finally:
-        sys.path[:] = before
+    monkeypatch.setattr(sys, "path", [*before])
+    sources.named("mine:Identity")
+    assert sys.path == ["of its own", *before]
 
 
 class Fed(nn.Module):

@@ -188,34 +188,25 @@ def test_other_ways_to_train(ranks, tmp_path, case):
             assert set(targets) == {targets[0]} and targets[0] >= truth.counters["peak_on_host"] > 0
 
 
-def without_the_key(case):
-    engine = make_engine(build(case), case)
-    train(engine, case, 0)
-    found = "_memory_recorder" in vars(engine), own(engine)
+@pytest.mark.options("compile.memory_picture")
+@on_ranks(2)
+def test_without_the_key_and_without_deepcompile(tmp_path):
+    """An engine without the key would carry a recorder, or one without DeepCompile would record nothing."""
+    engine = make_engine(build(CASE), CASE)
+    train(engine, CASE, 0)
+    assert "_memory_recorder" not in vars(engine) and own(engine) == []
     engine.destroy()
-    return found
-
-
-def without_deepcompile(case, folder):
-    """Records where DeepCompile is off; returns the bytes of the partition's gradients in the format of gradients."""
-    engine = make_engine(build(case), with_picture(dataclasses.replace(case, deepcompile=False), folder, step=2))
-    for step in range(2):
-        train(engine, case, step)
+    engine = make_engine(build(CASE), with_picture(dataclasses.replace(CASE, deepcompile=False), tmp_path, step=2))
+    for number in range(2):
+        train(engine, CASE, number)
+    # Of the partition's gradients, in the format of gradients.
     (partition,) = engine.optimizer.partition_size
     size = int(partition) * engine.optimizer.gradient_accumulation_dtype.itemsize
     engine.destroy()
-    return size
-
-
-@pytest.mark.options("compile.memory_picture")
-def test_without_the_key_and_without_deepcompile(ranks, recorded, tmp_path):
-    """An engine without the key would carry a recorder, or one without DeepCompile would record nothing."""
-    assert ranks(2).run(without_the_key, CASE) == [(False, [])] * 2
-    for rank, size in enumerate(ranks(2).run(without_deepcompile, CASE, tmp_path)):
-        step = data.read(tmp_path / f"step2-rank{rank}.json")
-        assert not step.about["deepcompile"]
-        assert max(step.held[data.TARGETS]) >= size
-        assert set(step.phases) == {"forward", "backward", "step", "gather"}
+    step = data.read(tmp_path / f"step2-rank{dist.get_rank()}.json")
+    assert not step.about["deepcompile"]
+    assert max(step.held[data.TARGETS]) >= size
+    assert set(step.phases) == {"forward", "backward", "step", "gather"}
 
 
 class Boom(Exception):
@@ -252,20 +243,6 @@ def test_a_step_that_raises_is_drawn_and_the_error_passes(tmp_path, where):
     assert where in step.phases and max(step.sums()) > 0
 
 
-def several_engines(case, folder, count):
-    """Trains engines in turn that record the same step; returns the files of this rank."""
-    engines = [make_engine(build(case), with_picture(case, folder, step=1)) for _ in range(count)]
-    for step in range(2):
-        losses = [engine(batch(step, 0, dist.get_rank(), 4)) for engine in engines]
-        for engine, loss in zip(engines, losses):
-            engine.backward(loss)
-        for engine in engines:
-            engine.step()
-    for engine in engines:
-        engine.destroy()
-    return sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*.json"))
-
-
 @on_ranks(2)
 def test_training_that_ends_before_the_step(tmp_path):
     """Nobody would know why there is no picture."""
@@ -280,15 +257,24 @@ def test_training_that_ends_before_the_step(tmp_path):
 
 
 @pytest.mark.follows("set {}.step to an earlier one")
-def test_several_engines_record_one_after_the_other(ranks, tmp_path):
+@on_ranks(1)
+def test_several_engines_record_one_after_the_other(tmp_path):
     """Two profilers at once raise, and the second engine would write over the first one's files."""
     case = dataclasses.replace(CASE, accumulation=1, model="FillsPartition")
-    (files,) = ranks(1).run(several_engines, case, tmp_path, 2)
-    # The second engine waits until the first one's step has ended.
-    assert files == ["step1-rank0.json", "step2-rank0.json"]
-    (files,) = ranks(1).run(several_engines, case, tmp_path, 1)
-    # No file of an earlier run is lost.
-    assert files == ["step1-rank0-2.json", "step1-rank0.json", "step2-rank0.json"]
+    # The second engine waits until the first one's step has ended. A later run loses no file of an earlier one.
+    for count, written in ((2, ["step1-rank0.json", "step2-rank0.json"]), (1, ["step1-rank0-2.json"])):
+        before = {*tmp_path.glob("*.json")}
+        engines = [make_engine(build(case), with_picture(case, tmp_path, step=1)) for _ in range(count)]
+        for step in range(2):
+            losses = [engine(batch(step, 0, 0, 4)) for engine in engines]
+            for engine, loss in zip(engines, losses):
+                engine.backward(loss)
+            for engine in engines:
+                engine.step()
+        for engine in engines:
+            engine.destroy()
+        files = {*tmp_path.glob("*.json")}
+        assert before < files and sorted(path.name for path in files - before) == written
 
 
 @on_ranks(2)

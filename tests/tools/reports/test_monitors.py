@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.tools.reports import monitors
+from deepspeed.compile.tools.reports import feature
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.models import Model
@@ -105,11 +105,11 @@ def test_peaks_count_what_the_allocator_does_not(monkeypatch):
     """A peak on GPUs would lack the parameters, where these lie in memory that ranks map."""
     accelerator = mock.Mock(**{"max_memory_allocated.return_value": 100, "max_memory_reserved.return_value": 150})
     state = SimpleNamespace(reducer=mock.Mock(**{"counters.return_value": {}}))
-    monkeypatch.setattr(monitors, "mapped_memory", SimpleNamespace(nbytes=7))
-    monkeypatch.setattr(monitors, "get_accelerator", lambda: accelerator)
-    monkeypatch.setattr(monitors, "state_of", lambda engine: state)
+    monkeypatch.setattr(feature, "mapped_memory", SimpleNamespace(nbytes=7))
+    monkeypatch.setattr(feature, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(feature, "state_of", lambda engine: state)
     engine = mock.Mock(global_steps=2, global_samples=8, **{"steps_per_print.return_value": 1})
-    monitors.write_counters(engine)
+    feature.write_counters(engine)
     (events,) = engine.monitor.write_events.call_args.args
     prefix = "Train/Samples/memory/"
     assert events == [(f"{prefix}peak_allocated", 107, 8), (f"{prefix}peak_reserved", 157, 8)]

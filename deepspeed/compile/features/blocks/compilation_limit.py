@@ -16,16 +16,17 @@ import re
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
+from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import warn
-from . import reasons
 from .guards import set_back
 
 # More than any program compiles.
@@ -34,6 +35,9 @@ _UNLIMITED = 10**6
 _MANY = 4
 # Matches a guard on a cache of transformers. A model of the caller may have past_key_values of another kind.
 _CACHE = re.compile(r"transformers/cache_utils\.py|past_key_values\b.*\.layers\[")
+# Matches Dynamo's names of the calls that block_calls.py gives to modules.
+_OWN_CALL = re.compile(r"<function (Module|BlockParent|Block)Call\.")
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -194,7 +198,7 @@ class CompilationLimit:
 
     def _why(self, what):
         """Says why a frame of ``what`` is being compiled again."""
-        guard = reasons.failed_guard()
+        guard = failed_guard()
         why = f"a frame of {what}" + (f", because this guard of Dynamo failed: {guard}" if guard else "")
         if _CACHE.search(guard):
             why += ". Pass use_cache=False, because a layer finds the cache filled by other numbers of earlier layers"
@@ -217,3 +221,42 @@ class CompilationLimit:
 
 
 _REMEDY = "To have it compiled as often as that, raise torch._dynamo.config.recompile_limit before engine.compile()"
+
+
+# Dynamo's own words ------------------------------------------------------------------------------------------------
+
+
+def failed_guard() -> str:
+    """Returns the guard whose failure makes Dynamo compile a frame again, or "" if none is known.
+
+    For example ``self.count == 3  # x = x * self.count  # model.py:12 in forward``.
+    """
+    with _what_dynamo_lacks():
+        reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason") or ""
+        # It begins with Dynamo's number of the code that did not fit, and may go on with a stack trace.
+        _, _, guard = reason.partition("\n")[0].partition(": ")
+        return " ".join(guard.split())
+    return ""
+
+
+def graph_break(gm: GraphModule) -> str:
+    """Returns file, line and cause if Dynamo ended a frame's graph in the middle of the frame, and otherwise ""."""
+    with _what_dynamo_lacks():
+        return _described(gm.compile_subgraph_reason)
+    return ""
+
+
+def _what_dynamo_lacks():
+    """Context that ignores attributes of Dynamo that this torch lacks: they shape warnings only."""
+    return contextlib.suppress(AttributeError)
+
+
+def _described(reason):
+    # Dynamo must end a graph at a module with a Call.
+    if not reason.graph_break or _OWN_CALL.search(reason.reason):
+        return ""
+    stack = [frame for frame in reason.user_stack if not frame.filename.startswith(_TORCH)] or reason.user_stack
+    lines = [line.strip() for line in reason.reason.splitlines()]
+    explained = [line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")]
+    cause = (explained or lines or [""])[0]
+    return f"{stack[-1].filename}:{stack[-1].lineno} ({cause.rstrip('.')})" if stack else cause

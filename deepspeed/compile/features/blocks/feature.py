@@ -13,19 +13,23 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.messages import warn
-from . import compile_blocks, reasons
+from . import compile_blocks
 from .block_calls import Around, ModuleCall, take_over_compiled
 from .choose_blocks import called_by, choose_blocks, parents_of
-from .compilation_limit import CompilationLimit
+from .compilation_limit import CompilationLimit, graph_break
 from .guards import guard_all
-from .lookalikes import LEFT, partially_trained_lookalikes
 from .options import set_for_blocks
+from .parameters import partially_trained_lookalikes
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     from ...zero_1_and_2.graph.backend import Frame
 
+_LEFT = (
+    "DeepCompile leaves the gradients of {} parameters to autograd: layers that look alike share graphs, and the "
+    "optimizer lacks a trained parameter of some; give it these too, or set their requires_grad to false"
+)
 _chosen: "weakref.WeakKeyDictionary[Request, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
 
 
@@ -73,7 +77,7 @@ class Blocks(Feature):
         take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
         left = partially_trained_lookalikes(module, registered_parameters(context.optimizer))
         if left:
-            warn(LEFT.format(len(left)))
+            warn(_LEFT.format(len(left)))
         context.backend.left_to_autograd.update(map(id, left))
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
@@ -127,7 +131,7 @@ class Blocks(Feature):
         if frame.parameters:
             compile_id = torch._guards.CompileContext.current_compile_id()
             compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"
-            self._limit.compiles(compile_id.frame_id, compilations, what, reasons.graph_break(frame.gm))
+            self._limit.compiles(compile_id.frame_id, compilations, what, graph_break(frame.gm))
         return compiled()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

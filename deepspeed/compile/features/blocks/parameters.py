@@ -1,10 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the parameters and the modules that the blocks of a model hold."""
+"""Finds the parameters and the modules that the blocks of a model hold, and parameters of layers that look alike."""
 
 from collections import defaultdict
-from typing import Dict, Iterable, List, Set
+from typing import Dict, Iterable, List, Sequence, Set
 
+import torch
 from torch.nn import Module, Parameter
 
 
@@ -20,6 +21,12 @@ def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
 
     walk(module)
     return [*found.values()]
+
+
+def held_by_scripts(module: Module) -> Set[int]:
+    """Returns the ids of the parameters of ScriptModules, whose code runs in C++, where nothing sees it read them."""
+    scripts = (submodule for submodule in module.modules() if isinstance(submodule, torch.jit.ScriptModule))
+    return {id(parameter) for script in scripts for parameter in script.parameters()}
 
 
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
@@ -42,3 +49,21 @@ def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Modul
         alone = len(held_by) == 1 and id(parameter) not in outside
         lists[1 + next(iter(held_by)) if alone else 0].append(parameter)
     return lists
+
+
+def partially_trained_lookalikes(module: Module, registered: Sequence[Parameter]) -> List[Parameter]:
+    """Lists trained parameters that look alike, of which only some are registered.
+
+    The caller may train a parameter that no optimizer has. Layers that look alike share one graph, and no guard
+    distinguishes a registered parameter from another one. Parameters look alike if modules of one class hold them
+    under one name. Torch's own leaf layers do not count as holders, because the graph of their parent contains them.
+    """
+    known, places = {id(parameter) for parameter in registered}, defaultdict(list)
+    for holder in module.modules():
+        if type(holder).__module__.startswith("torch.nn.") and next(holder.children(), None) is None:
+            continue
+        for name, parameter in holder.named_parameters():
+            if parameter.requires_grad:
+                places[type(holder), name, parameter.shape, parameter.dtype].append(parameter)
+    mixed = (place for place in places.values() if len({id(parameter) in known for parameter in place}) == 2)
+    return list({id(parameter): parameter for place in mixed for parameter in place}.values())

@@ -126,7 +126,7 @@ class InBaseOrder(EvenOrder):
         states = [*self._states()]
         try:
             self.single_partition_of_fp32_groups = [
-                order.to_base(master.detach(), "cpu") for order, master in zip(self.base_orders, before, strict=True)
+                order.to_base(self.own_masters(group), "cpu") for group, order in enumerate(self.base_orders)
             ]
             for order, master, state, names in states:
                 as_saved = {name: order.to_base(state[name], "cpu") for name in names}

@@ -12,14 +12,14 @@ EDITS = {
     ENGINE: {
         IMPORT: (
             "from deepspeed.compile.features.configuration import initialize as configuration\n"
-            "from deepspeed.compile.features.configuration import same_models, self_compile\n..."
+            "from deepspeed.compile.features.configuration import self_compile\n..."
         ),
         "        self._do_sanity_check()\n": "...        configuration.refuse_at_the_beginning(self, model, args)\n",
         "        # zero.Init() handles device placement of model\n": (
-            "        same_models.refuse_other_models(self)\n..."
+            "        configuration.refuse_other_models(self)\n..."
         ),
         "\n            if isinstance(self.module, PipelineModule):\n": (
-            "            same_models.refuse_other_optimizers(self, optimizer)\n..."
+            "            configuration.refuse_other_optimizers(self, optimizer)\n..."
         ),
         "\n    def _optimized_linear_offload_setup": "        configuration.refuse_at_the_end(self)\n...",
         'f"Backend {backend} is not supported for DeepCompile."': (

@@ -1,21 +1,36 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses options with which ZeRO-1 and ZeRO-2 under DeepCompile would not train as the user asked."""
+"""Refuses options with which ZeRO-1 and ZeRO-2 under DeepCompile would not train as the user asked.
+
+Also refuses calls of ``engine.compile()`` that would lose gradients, or whose graphs would reduce none or wrong ones.
+"""
 
 import inspect
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator, Set
 
 import torch
-from torch.nn import Embedding, EmbeddingBag
+from torch.nn import Embedding, EmbeddingBag, Module
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import deepspeed.comm as dist
+from deepspeed.compile.passes import zero_1_and_2_compile
+from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
 from ...zero_1_and_2.feature import Request
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 # Options with which graphs cannot reduce gradients. Some modes set them.
 _OF_OTHER_GRAPHS = {"triton.cudagraphs", "selective_decompose"}
+_LAYERS_OF_EXPERTS = (MoE, AutoEPMoELayer)
 
 
 def refused(request: Request) -> Iterator[str]:
@@ -24,6 +39,8 @@ def refused(request: Request) -> Iterator[str]:
     yield from _unsupported_parameters(request)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
+    # Before the parts refuse their own options, because these name other remedies.
+    yield from _unsupported_with_experts(request)
 
 
 def _unsupported_parallelism(request):
@@ -146,3 +163,99 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
     for name in options:
         if name not in config.get_config_copy():
             yield f"compile_kwargs['options'] holds '{name}', which is not an option of this torch; remove it"
+
+
+def _unsupported_with_experts(request):
+    """Yields a sentence for each option that experts with process groups of their own cannot have."""
+    engine, optimizer, module = request.engine, request.optimizer, request.engine.module
+    marked = optimizer is not None and any(group.get("moe") for group in optimizer.param_groups)
+    if not (marked or any(map(is_moe_param, module.parameters()))):
+        return
+    if not layers_of(module):
+        yield (
+            "parameters are marked as those of experts, and no layer of DeepSpeed's makes process groups for "
+            "them; set compile.deepcompile to false"
+        )
+    if request.options.sharded is not None:
+        yield ("compile.shard_parameters cannot shard experts, which have process groups of their own; leave it out")
+    if engine.optimizer_name() == "muon":
+        yield "Muon is not supported with experts, which have process groups of their own; use AdamW"
+    # Gradients of such experts are sent nowhere, but would wait in buckets of all ranks for the host.
+    groups = () if engine.optimizer is None else engine.optimizer.real_dp_process_group
+    if engine.zero_cpu_offload() and 1 in map(dist.get_world_size, groups) and dist.get_world_size() > 1:
+        yield (
+            "zero_optimization.offload_optimizer is not supported where each expert lies on one rank; leave it "
+            "out, or use fewer ranks for the experts"
+        )
+
+
+def layers_of(module: Module) -> Set[type]:
+    """Returns the classes of the layers of experts in a module."""
+    return {type(layer) for layer in module.modules() if isinstance(layer, _LAYERS_OF_EXPERTS)}
+
+
+def refused_calls(request: Request) -> Iterator[str]:
+    """Yields a sentence for each reason why a call cannot be honoured."""
+    yield from _unsupported_graphs(request)
+    # Nothing runs the base's passes: graphs get their reductions before a schedule begins.
+    if request.engine.zero_optimization_stage() == 2:
+        name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
+    else:
+        name, own_pass = zero_1_and_2_compile.NAME_Z1, zero_1_and_2_compile.add_z1_reduce
+    if request.schedule is not None and request.schedule != [(0, [own_pass])]:
+        yield (
+            f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
+            "scheduled passes rewrite exist; leave `schedule` out"
+        )
+    if has_gradients(request.engine):
+        yield (
+            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
+            "engine.step() at the gradient accumulation boundary"
+        )
+
+
+def _unsupported_graphs(request):
+    """Yields a sentence for each option with which graphs would reduce no gradients, or wrong ones."""
+    from torch._inductor import config, list_mode_options
+
+    if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
+        # ZeRO-3 replaces it for the life of the process.
+        yield (
+            "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
+            f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
+            "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
+            "before this one compiles, or install torch 2.13 or newer"
+        )
+    if request.backend == "eager":
+        return
+    mode, options = request.compile_kwargs.get("mode"), request.compile_kwargs.get("options") or {}
+    patches = {**list_mode_options().get(mode, {}), **options}
+    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
+        yield (
+            "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
+            "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
+        )
+    if patches.get("selective_decompose", getattr(config, "selective_decompose", False)):
+        yield (
+            "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes "
+            "that say which gradient is whose; remove it or use another mode"
+        )
+    if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
+        yield (
+            "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
+            "reductions; remove it"
+        )
+
+
+def has_gradients(engine: "DeepSpeedEngine") -> bool:
+    """Whether an engine that is not compiled yet holds gradients that no step has used."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return False
+    if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
+        # Gradients are on the host, where a rank's gradients depend on its partition, but all ranks must answer alike.
+        return True
+    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+    for group in optimizer.bit16_groups:
+        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
+    return any(gradient is not None for gradient in held)

@@ -67,7 +67,7 @@ def _before_forward(engine, trains):
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error. deepspeed.initialize() has checked the options: check now for later changes.
     from ...zero_1_and_2.engine.options import refusal
-    from .refused_calls import refused_calls
+    from .refused import refused_calls
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
     error = refusal(request, refused_calls(request))
@@ -167,7 +167,7 @@ def _waits_on_any_rank(engine):
 def _waits(engine):
     """Whether this rank must compile an engine later, if at all."""
     # Import here: the compiler takes a second, and training without DeepCompile does not need it.
-    from .refused_calls import has_gradients
+    from .refused import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. Do not compile if a later engine has
     # taken the parameters over.

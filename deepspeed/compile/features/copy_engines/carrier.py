@@ -10,8 +10,7 @@ from torch.distributed import ProcessGroup
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
 from ...zero_1_and_2.parameter.carrier import Awaitable, Collectives
-from .mapped import mapped, shared_words
-from .native import native
+from .mapped import mapped, native, shared_words
 
 # The staging of gradients in bytes, on each GPU for each process group, and its slots. While peers pull from
 # one slot, others are filled.

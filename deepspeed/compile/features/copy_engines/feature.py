@@ -2,23 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries gradients and parameters by copy engines (``compile.copy_engines``)."""
 
-from typing import TYPE_CHECKING, Dict, Iterator, Optional
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Dict, Iterator, List, Optional
+
+import torch
+from torch.distributed import ProcessGroup
 
 import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.carrier import carriers_of
 from .carrier import CopyEngineCarrier, device_bytes
-from .possible import why_impossible, why_not_here
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from ...zero_1_and_2.gradient.native import Reducer
+
+# A machine has another text there after each start.
+BOOT = Path("/proc/sys/kernel/random/boot_id")
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class CopyEngines(Feature):
@@ -42,7 +49,7 @@ class CopyEngines(Feature):
         self._undo = context.undo
 
     def carry(self, optimizer: "DeepSpeedZeroOptimizer", reducer: "Reducer") -> None:
-        carriers: "Dict[Optional[ProcessGroup], CopyEngineCarrier]" = {}
+        carriers: Dict[Optional[ProcessGroup], CopyEngineCarrier] = {}
         for index, group in enumerate(optimizer.real_dp_process_group):
             if dist.get_world_size(group) == 1:
                 continue
@@ -95,3 +102,46 @@ def _world(request):
 
 
 FEATURE = CopyEngines
+
+
+# Whether the copy engines of an engine's ranks can carry what the ranks send each other -----------------------------
+
+
+def why_impossible(world: int) -> str:
+    """Returns why copy engines cannot serve a world of ranks, as far as every rank can tell alike; "" if they may."""
+    if get_accelerator().device_name() != "cuda" or torch.version.hip:
+        return "only NVIDIA GPUs have the copy engines for it"
+    if world == 1:
+        return "a single rank sends nothing"
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdecimal() and int(local) < world:
+        return "ranks are on several hosts"
+    return ""
+
+
+def why_not_here(group: ProcessGroup, device: torch.device) -> str:
+    """Returns why copy engines cannot carry for a process group, or "". All ranks of the group call it, and get the
+    same answer."""
+    told: List[Optional[tuple]] = [None] * dist.get_world_size(group)
+    boot = BOOT.read_text().strip() if BOOT.is_file() else os.uname().nodename
+    torch.distributed.all_gather_object(told, (boot, why_not_on_this_rank(group, device)), group)
+    boots, problems = zip(*[one for one in told if one is not None], strict=True)
+    if len(set(boots)) > 1:
+        return "ranks are on several hosts"
+    return next(filter(None, problems), "")
+
+
+def why_not_on_this_rank(group: ProcessGroup, device: torch.device) -> str:
+    """Returns why copy engines of this rank cannot carry, or ""."""
+    if device.type != "cuda":
+        return "parameters are not on GPUs"
+    # A stream that waits for another rank would hold up all others, also that for which this rank waits there.
+    if os.environ.get(CONNECTIONS) == "1":
+        return f"{CONNECTIONS}=1 makes the streams of a GPU wait for each other"
+    backend = group._get_backend(device).name()
+    if backend != "nccl":
+        return f"the process group's backend is {backend}"
+    for other in range(torch.cuda.device_count()):
+        if other != device.index and not torch.cuda.can_device_access_peer(device.index, other):
+            return f"GPU {device.index} cannot read the memory of GPU {other}"
+    return ""

@@ -6,14 +6,14 @@ import contextlib
 import mmap
 import os
 import tempfile
-from typing import TYPE_CHECKING, Iterator, List, NamedTuple
+from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.gradient.native import reducer_module
 from ...zero_1_and_2.parameter.carrier import mapped_memory
-from .native import native
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +30,11 @@ class Mapped(NamedTuple):
     tensor: torch.Tensor
     addresses: List[int]  # by rank
     handle: object  # keeps the peers' memory mapped
+
+
+def native() -> Any:
+    """Returns the native module, built at first use. ``csrc/includes/deepcompile_copy_engines.h`` explains it."""
+    return reducer_module().copy_engines
 
 
 def mapped(numel: int, dtype: torch.dtype, device: torch.device, group: "ProcessGroup") -> Mapped:

@@ -10,7 +10,7 @@ not check the parameter for ``__torch_function__``.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Protocol, Type
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Type
 
 import torch
 
@@ -23,37 +23,53 @@ else:
     _NextClass = object
 
 
-class Receiver(Awaited, Protocol):
-    """Waits for parameters."""
-
-    def receive(self, unit: int) -> None:
-        """Waits for the parameters of a unit. They keep their class."""
-
-    def arrive(self, unit: int) -> None:
-        """Waits for the parameters of a unit, and gives them their own class back."""
-
-
 class Arrival(NamedTuple):
     """The object that waits for a parameter, and the parameter's unit."""
 
-    gather: Receiver
+    gather: Awaited
     unit: int
 
 
-class Arriving(_NextClass):
+class InFront(_NextClass):
+    """A class before that of a tensor. The tensor stays the same object, which modules, optimizers and callers hold:
+    as_subclass() makes another one, and torch.utils.swap_tensors() refuses a tensor that has weak references, as those
+    of DeepSpeed."""
+
+    own_class: Type[torch.Tensor]
+
+
+def put_in_front(tensor: torch.Tensor, kind: Any, **attributes: Any) -> None:
+    """Puts a class before that of a tensor, unless it is there."""
+    # Set these before the class: another thread that sees the class reads them.
+    vars(tensor).update(attributes)
+    tensor.__class__ = _in_front(kind, type(tensor))  # type: ignore[arg-type]
+
+
+def take_from_front(tensor: torch.Tensor, kind: Any, attribute: str) -> None:
+    """Undoes :func:`put_in_front`. A pickle of the tensor has all of its attributes."""
+    if isinstance(tensor, kind):
+        tensor.__class__ = tensor.own_class
+        delattr(tensor, attribute)
+
+
+@functools.cache
+def _in_front(kind, own):
+    return own if issubclass(own, kind) else type(own)(own.__name__ + kind.__name__, (kind, own), {"own_class": own})
+
+
+class Arriving(InFront):
     """The mixin of a parameter that is being gathered."""
 
-    arrived_class: Type[torch.Tensor]
     # None for a tensor of this class that was made without ``__new__()``. A parameter has its own.
     _arrival: Optional[Arrival] = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Makes a tensor of the parameter's own class: code that copies a parameter calls the parameter's class."""
-        return cls.arrived_class(*args, **kwargs)
+        return cls.own_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle contains all attributes, so wait first, which removes `_arrival`.
-        kind: Any = type(self).arrived_class
+        kind: Any = type(self).own_class
         _wait_for(self)
         return kind.__reduce_ex__(self, protocol)
 
@@ -101,12 +117,6 @@ def _arriving_among(value: Any) -> Iterator["Arriving"]:
         yield from _arriving_among(list(value.values()))
 
 
-@functools.cache
-def _on_its_way(kind):
-    """Returns the class of parameters that are being gathered and whose own class is ``kind``."""
-    return type(kind)(f"{kind.__name__}Arriving", (Arriving, kind), {"arrived_class": kind})
-
-
 def can_be_marked(parameter: torch.Tensor) -> bool:
     """Whether :func:`mark` makes reads of a parameter wait.
 
@@ -119,7 +129,7 @@ def can_be_marked(parameter: torch.Tensor) -> bool:
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return False
     try:
-        parameter.__class__ = _on_its_way(kind)  # type: ignore[arg-type]
+        parameter.__class__ = _in_front(Arriving, kind)  # type: ignore[arg-type]
         parameter.__class__ = kind
     except TypeError:
         # For example, a class that refuses subclasses.
@@ -131,15 +141,10 @@ def mark(parameters: Iterable[torch.Tensor], arrival: Arrival) -> None:
     """Makes code that reads or writes one of these parameters wait. :func:`can_be_marked` must hold for each."""
     gate.awaited.add(arrival.gather)
     for parameter in parameters:
-        # Set this before the class: another thread that sees the class reads it.
-        parameter._arrival = arrival  # type: ignore[attr-defined]
-        parameter.__class__ = _on_its_way(type(parameter))  # type: ignore[arg-type]
+        put_in_front(parameter, Arriving, _arrival=arrival)
 
 
 def unmark(parameters: Iterable[torch.Tensor]) -> None:
     """Undoes :func:`mark`."""
     for parameter in parameters:
-        kind = type(parameter)
-        if issubclass(kind, Arriving):
-            parameter.__class__ = kind.arrived_class
-            del parameter._arrival
+        take_from_front(parameter, Arriving, "_arrival")

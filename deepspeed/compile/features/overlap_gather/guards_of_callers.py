@@ -17,10 +17,16 @@ _OPTION = "skip_tensor_guards_with_matching_dict_tags"
 
 
 class Awaited(Protocol):
-    """What has parameters on their way."""
+    """What has parameters on their way, and waits for them by unit."""
+
+    def arrive(self, unit: int) -> None:
+        """Waits for the parameters of a unit, and gives them their own class back."""
+
+    def receive(self, unit: int) -> None:
+        """Waits for the parameters of a unit. They keep their class."""
 
     def receive_all(self) -> None:
-        """Waits for all parameters. They keep their class."""
+        """Does the same for all units."""
 
 
 class _Gate:

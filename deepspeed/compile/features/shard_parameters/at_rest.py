@@ -11,24 +11,18 @@ gathered for it. Elsewhere the unit is gathered for this one call, if all ranks 
 
 import contextlib
 import copy
-import functools
 import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Tuple, Type
+from typing import Any, Tuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.base.subclasses import plain_tensors
 from ...zero_1_and_2.gradient.backward import in_backward
-from ..overlap_gather.arriving import is_traced
+from ..overlap_gather.arriving import InFront, is_traced, put_in_front, take_from_front
 from ..overlap_gather.without_values import WITHOUT_VALUES
-
-if TYPE_CHECKING:
-    from torch import Tensor as _NextClass
-else:
-    _NextClass = object
 
 # Functions that need no values of a tensor at rest, beside those of WITHOUT_VALUES.
 _DESCRIBE = {"is_complex", "untyped_storage"}
@@ -45,6 +39,35 @@ _SHARD = "_shard_at_rest"
 CALLS_WITHIN = 8
 # The module of torch's that has get_model_state_dict().
 CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
+# Why code that reads a parameter at rest raises. The texts take the parameter's name, and what cannot be done with it.
+NOT_HERE = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} here; do it within `with "
+    "unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks enter together"
+)
+NOT_SAVED = (
+    f"{NOT_HERE}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's get_state_dict(), "
+    "which all ranks call"
+)
+_NOT_ALONE = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} by some ranks alone; do it "
+    "on all ranks, or within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
+    "which all ranks enter together"
+)
+_NOT_COMPILED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; call "
+    "that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all "
+    "ranks enter together"
+)
+_NO_COPY = (
+    "a copy of parameter {} was made while compile.shard_parameters had the parameter sharded over the ranks, so it "
+    "has no values and cannot be {}; make it within `with unsharded_parameters(engine):` of "
+    "deepspeed.compile.features.shard_parameters"
+)
+ENDED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters, and its engine was destroyed; make another "
+    "engine of the model, or destroy the engine within `with unsharded_parameters(engine):` to use the model without "
+    "one"
+)
 
 
 class _ParamRef:
@@ -56,7 +79,7 @@ class _ParamRef:
 
     Attributes:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
-        kept: the objects that gather the parameter, kept when its engine is gone.
+        kept: the unit, when its engine is gone.
     """
 
     def __init__(self, name: str, unit: Any):
@@ -73,16 +96,15 @@ class _ParamRef:
         unit = self.unit()
         if unit is None or self.is_copy:
             return False
-        stays = contextlib.nullcontext if unit.owner is None else functools.partial(unit.owner.whole.in_use, unit)
-        with stays():
+        with unit.owner.whole.in_use(unit):
             if isinstance(unit.memory.parameter(self.name), Resharded):
                 if in_backward():
                     unit.gather_for_backward()
-                elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
+                elif not unit.owner.passes.gather_for_forward(unit):
                     return False
             # What a hook changes now is kept.
             unit.is_used = True
-            stack.enter_context(stays())
+            stack.enter_context(unit.owner.whole.in_use(unit))
         return True
 
     def values(self) -> torch.Tensor:
@@ -94,82 +116,28 @@ class _ParamRef:
     def write(self, values: torch.Tensor) -> None:
         unit = self.unit()
         if unit is None or self.is_copy:
-            raise self.refusal("changed", refusal)
+            raise self.refusal("changed")
         unit.memory.write(self.name, values)
 
-    def gather_with_all(self, stack: contextlib.ExitStack) -> bool:
-        """Gathers the parameter outside of forwards and backwards, if all ranks do. Returns whether they do.
-
-        ``stack``: when this ends, the parameter is at rest again.
-        """
+    def gather_with_all(self, stack: contextlib.ExitStack, what: str) -> None:
+        """Gathers the parameter outside of forwards and backwards, until ``stack`` ends, if all ranks do. Raises
+        RuntimeError if some do not. ``what``: as for :meth:`refusal`."""
         unit = self.unit()
-        if unit is None or self.is_copy or unit.owner is None:
-            return False
-        return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
+        if unit is None or self.is_copy or not (unit.is_gathered or unit.owner.gather_with_all(unit, stack)):
+            # A rank that compiles does not wait for others, which may have compiled this code before.
+            raise self.refusal(what, _NOT_COMPILED if is_traced() else _NOT_ALONE)
 
-    def of_copy(self) -> "_ParamRef":
-        """Returns the reference for a copy of the parameter."""
-        of_copy = copy.copy(self)
-        of_copy.is_copy = True
-        return of_copy
-
-    def refusal(self, what: str, of: "Callable[[str, str], RuntimeError]") -> RuntimeError:
+    def refusal(self, what: str, sentence: str = NOT_HERE) -> RuntimeError:
         """Returns the error for code that reads a tensor at rest.
 
-        Args:
-            what: what cannot be done with it.
-            of: makes the error, of the parameter's name and ``what``, where nothing else is the reason.
+        ``what`` cannot be done with it. ``sentence``: where neither the engine's end nor a copy is the reason.
         """
         unit = self.unit()
-        if unit is not None and unit.owner is not None and unit.owner.is_closed:
-            return ended(self.name)
-        if self.is_copy:
-            return RuntimeError(
-                f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded "
-                f"over the ranks, so it has no values and cannot be {what}; make it within "
-                "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
-            )
-        return of(self.name, what)
-
-    def refusal_without_others(self, what: str) -> RuntimeError:
-        """Returns the error where :meth:`gather_with_all` has not gathered it. ``what``: as for :meth:`refusal`."""
-        # A rank that compiles does not wait for others, which may have compiled this code before.
-        return self.refusal(what, refusal_to_compile if is_traced() else refusal_alone)
-
-
-def refusal(name: str, what: str) -> RuntimeError:
-    """Returns the error for a read of a parameter at rest that does not gather the parameter."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
-        "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
-        "enter together"
-    )
-
-
-def refusal_alone(name: str, what: str) -> RuntimeError:
-    """Returns the error for a rank that reads a parameter at rest which other ranks do not read."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} by some ranks "
-        "alone; do it on all ranks, or within `with unsharded_parameters(engine):` of "
-        "deepspeed.compile.features.shard_parameters, which all ranks enter together"
-    )
-
-
-def refusal_to_compile(name: str, what: str) -> RuntimeError:
-    """Returns the error for a caller's compiled code that reads a parameter at rest."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and compiled code cannot gather it; "
-        "call that code within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
-        "which all ranks enter together"
-    )
-
-
-def refusal_to_save(name: str, what: str) -> RuntimeError:
-    """Returns the error for code that saves a parameter at rest."""
-    return RuntimeError(
-        f"{refusal(name, what)}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
-        "get_state_dict(), which all ranks call"
-    )
+        if unit is not None and unit.owner.is_closed:
+            sentence = ENDED
+        elif self.is_copy:
+            sentence = _NO_COPY
+        return RuntimeError(sentence.format(self.name, what))
 
 
 def refuse_checkpoint(unit: Any, *_: Any) -> None:
@@ -181,29 +149,18 @@ def refuse_checkpoint(unit: Any, *_: Any) -> None:
     if not unit.is_gathered and any(
         frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
     ):
-        raise refusal_to_save(unit.memory.name, "taken by get_model_state_dict()")
+        raise RuntimeError(NOT_SAVED.format(unit.memory.name, "taken by get_model_state_dict()"))
 
 
-def ended(name: str) -> RuntimeError:
-    """Returns the error that a parameter at rest raises when its engine was destroyed."""
-    return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and its engine was destroyed; make "
-        "another engine of the model, or destroy the engine within `with unsharded_parameters(engine):` to use the "
-        "model without one"
-    )
-
-
-class Resharded(_NextClass):
+class Resharded(InFront):
     """Comes before the class of a tensor whose memory is given back."""
-
-    gathered_class: Type[torch.Tensor]
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
         with contextlib.ExitStack() as stack:
             shard = vars(self)[_SHARD]
-            if not shard.gather(stack) and not shard.gather_with_all(stack):
-                raise shard.refusal_without_others("copied")
+            if not shard.gather(stack):
+                shard.gather_with_all(stack, "copied")
             return copy.deepcopy(shard.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -211,7 +168,7 @@ class Resharded(_NextClass):
         with contextlib.ExitStack() as stack:
             # Do not gather with all ranks: pickle reads the memory later.
             if not shard.gather(stack):
-                raise shard.refusal("saved", refusal_to_save)
+                raise shard.refusal("saved", NOT_SAVED)
             return shard.values().__reduce_ex__(protocol)
 
     @classmethod
@@ -251,16 +208,15 @@ class Resharded(_NextClass):
                         return same
                 if name == "data" and function.__name__ == "__get__":
                     return _alias(first)
-                if name == "copy_" and not isinstance(args[1], Resharded):
+                if name == "copy_" and args[1:] and not isinstance(args[1], Resharded):
                     vars(first)[_SHARD].write(args[1].detach())
                     return first
             what = f"read or changed ({name})"
             # What a module becomes when it is cast is nothing that a unit gathers.
             if name in _PLACES or _moves_module():
-                raise shards[0].refusal(what, refusal)
+                raise shards[0].refusal(what)
             for shard in shards:
-                if not shard.gather_with_all(stack):
-                    raise shard.refusal_without_others(what)
+                shard.gather_with_all(stack, what)
             return _call_with_values(function, (args, kwargs), at_rest, shards)
 
 
@@ -313,12 +269,11 @@ def _access(function, kind, args):
     if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
         shard = vars(args[0])[_SHARD]
         unit = shard.unit()
-        if unit is not None and unit.memory.trains(shard.name):
-            return _plain(function, *args)
-        raise RuntimeError(
-            f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
-            "requires_grad before the engine is made"
-        )
+        if unit is None or not unit.memory.trains(shard.name):
+            raise RuntimeError(
+                f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; "
+                "set requires_grad before the engine is made"
+            )
     return _plain(function, *args)
 
 
@@ -329,7 +284,9 @@ def _plain(function, *args, **kwargs):
 
 def _call_at_rest(tensor, function, args, kwargs):
     """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest; None if that is a copy to be read."""
-    shard, empty = vars(tensor)[_SHARD], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    # A memory format asks for as many dimensions as the tensor has.
+    empty = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    shard = vars(tensor)[_SHARD]
     made = _plain(function, empty, *args[1:], **kwargs)
     if made is empty or function.__name__ == "detach":
         return _alias(tensor)
@@ -337,7 +294,9 @@ def _call_at_rest(tensor, function, args, kwargs):
         return None
     copied = torch.empty(tensor.shape, dtype=made.dtype, device=made.device)
     copied.untyped_storage().resize_(0)
-    _put_to_rest(copied, shard.of_copy())
+    of_copy = copy.copy(shard)
+    of_copy.is_copy = True
+    _put_to_rest(copied, of_copy)
     return copied
 
 
@@ -360,18 +319,7 @@ def _alias(tensor):
 
 
 def _put_to_rest(tensor, shard):
-    # Modules, optimizers and callers hold the tensor, so it must stay the same object. as_subclass() makes another
-    # one, and torch.utils.swap_tensors() refuses a tensor that has weak references, as those of DeepSpeed.
-    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
-    vars(tensor)[_SHARD] = shard
-
-
-@functools.cache
-def _with_rest(kind):
-    """Returns the class at rest of a class of tensors."""
-    if issubclass(kind, Resharded):
-        return kind
-    return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
+    put_in_front(tensor, Resharded, **{_SHARD: shard})
 
 
 def stands_for(tensor: Any) -> Tuple[Any, str]:
@@ -382,7 +330,7 @@ def stands_for(tensor: Any) -> Tuple[Any, str]:
 
 def refusal_of(tensor: torch.Tensor, what: str) -> RuntimeError:
     """Returns the error for a tensor at rest with which something, such as "saved", cannot be done."""
-    return vars(tensor)[_SHARD].refusal(what, refusal)
+    return vars(tensor)[_SHARD].refusal(what)
 
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
@@ -390,15 +338,12 @@ def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
     _put_to_rest(parameter, _ParamRef(name, unit))
 
 
-def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
-    """Keeps objects alive as long as a parameter at rest lives."""
+def keep_unit(parameter: torch.Tensor, unit: Any) -> None:
+    """Keeps a ``Unit`` alive as long as a parameter at rest lives."""
     if isinstance(parameter, Resharded):
-        vars(parameter)[_SHARD].kept = owners
+        vars(parameter)[_SHARD].kept = unit
 
 
 def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_resharded`."""
-    if isinstance(parameter, Resharded):
-        parameter.__class__ = parameter.gathered_class
-        # A pickle of the parameter has all of its attributes.
-        delattr(parameter, _SHARD)
+    take_from_front(parameter, Resharded, _SHARD)

@@ -28,7 +28,7 @@ from .on_first_rank import OnFirstRank, on_first_rank
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from .sharded_blocks import ShardedBlocks
+    from .feature import ShardParameters
 
 
 def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
@@ -58,7 +58,7 @@ def _shards(engine):
     return shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2)
 
 
-def owner_of(item: Any) -> "Optional[ShardedBlocks]":
+def owner_of(item: Any) -> "Optional[ShardParameters]":
     """Returns what gathers a tensor at rest. None for anything else."""
     unit, _ = stands_for(item)
     return None if unit is None else unit.owner
@@ -90,7 +90,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
 def _to_be_sharded(engine, elsewhere):
     """Lists the parameters that will be sharded. ``elsewhere``: ids of those that some rank has not on its device."""
     from ..blocks.feature import chosen_blocks
-    from .sharded_blocks import frozen_of_blocks
+    from .feature import frozen_of_blocks
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
     frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, chosen_blocks(request)[0], []))
@@ -266,7 +266,7 @@ def _with_values(sharded, state_dict, takes, units=None):
     if sharded.is_closed:
         # What was whole for a moment keeps nothing alive any more.
         for unit in keys_of:
-            unit.keep(sharded)
+            unit.keep()
     return state_dict
 
 

@@ -80,14 +80,13 @@ class Comparison:
     def start(self, at: Optional[At] = None) -> None:
         """Starts to send this rank's number, unless that was started and nobody has waited for it.
 
-        Args:
-            at: the block that was reached, if this is for the next one.
+        ``at``: the block that was reached, if this is for the next one.
         """
         if self._work is not None:
             return
         self._at = at or self.at
         # The current stream may wait for gradients of another rank, whose stream waits for this rank's number.
-        with _on_own_stream(self._device):
+        with collective(PURPOSE), _on_own_stream(self._device):
             if self._at not in self._made:
                 number = 2 * (UNIT_ID_STRIDE * self.number + self._at.number) + self._at.evaluates
                 self._made[self._at] = torch.tensor([number, -number], device=self._device)

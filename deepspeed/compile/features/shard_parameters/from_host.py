@@ -34,10 +34,6 @@ def give_values(module: Module, device: torch.device) -> Set[int]:
     Buffers get the first rank's values. Parameters get memory alone, which nobody writes, so that the system does not
     provide it: their values come later, to the device. The tensors stay the same objects, which an optimizer may have.
 
-    Args:
-        module: the model.
-        device: of this rank.
-
     Returns:
         ids of the tensors that at least one rank has elsewhere than on its device. All ranks get those of the same
         tensors: a rank that broadcast a parameter which another rank keeps on the host would wait for that rank.
@@ -142,12 +138,7 @@ class _Cutting(DeepSpeedZeroOptimizer):
 
 
 def make_optimizer(module: Module, *args: Any, **kwargs: Any) -> DeepSpeedZeroOptimizer:
-    """Makes a ZeRO-1/2 optimizer, and cuts its parameters if they are on the host. All ranks call it.
-
-    Args:
-        module: the model.
-        args, kwargs: of the optimizer.
-    """
+    """Makes a ZeRO-1/2 optimizer of a model, and cuts its parameters if they are on the host. All ranks call it."""
     optimizer = _Cutting(*args, **kwargs)
     optimizer.__class__ = DeepSpeedZeroOptimizer  # type: ignore[assignment]
     if optimizer.own_partitions:

@@ -12,10 +12,9 @@ model registers a layer in another place than it calls it, or if checkpointing s
 somebody has just reached stays whatever is gathered next.
 """
 
-from typing import Any, Container, Iterator, List, Optional, Set
+from typing import Container, List, Optional, Set
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from ...zero_1_and_2.gradient.backward import in_backward
 from .comparison import NO_BLOCK
@@ -102,12 +101,3 @@ class GatherOrder:
         """Releases all units."""
         for unit in self.units:
             self._whole.release(unit)
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of inputs or of an output, also those of objects that torch does not know."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, torch.Tensor))

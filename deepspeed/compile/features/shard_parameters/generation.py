@@ -26,7 +26,6 @@ def synchronize_generation(
     """Passes ``synced_gpus`` to the models in ``module`` whose ``generate()`` takes it, until ``undo`` is closed.
 
     Args:
-        module: the engine's module.
         whole: knows whether parameters are whole. Each rank then generates by itself.
         process_group: of the ranks that share parameters. ``synced_gpus`` waits for all ranks that there are, so where
             others share none, calls stay as they are.

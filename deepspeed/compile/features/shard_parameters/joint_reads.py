@@ -27,11 +27,7 @@ AWAITED = (
 
 
 class JointReads:
-    """Says whether all ranks read the same unit.
-
-    Args:
-        process_group: the ranks that share units.
-    """
+    """Says whether all ranks of a process group read the same unit."""
 
     def __init__(self, process_group: ProcessGroup):
         self._group = process_group

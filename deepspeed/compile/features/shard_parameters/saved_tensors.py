@@ -16,8 +16,8 @@ from torch._C._dynamo import eval_frame
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .places import KNOWN_STORAGES, TensorSlot
 from .unit import Unit
+from .unit_memory import KNOWN_STORAGES, TensorSlot
 
 if TYPE_CHECKING:
     from .gather_order import GatherOrder
@@ -86,16 +86,15 @@ class _Wrapper(NamedTuple):
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
-def _stand_in(tensor, compares=True):
+def _stand_in(tensor, compares):
     """Returns what stands for a tensor, or None if no unit has the tensor. ``compares``: the parameter's versions."""
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = KNOWN_STORAGES.get(tensor.untyped_storage()._cdata)
+        memory = KNOWN_STORAGES.get(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         # The tensor has no memory of its own, for example because it is sparse.
         return None
-    memory = None if reference is None else reference()
     # A lazy conjugate keeps the memory of its unit.
     if memory is None or tensor.is_conj() or tensor.is_neg():
         return None
@@ -119,34 +118,15 @@ def _wrapper(tensor, compares):
     return _Wrapper(type(tensor), context, tensor.size(), tensor.stride(), inner)
 
 
-@_keep_from_compiler
-def _pack(tensor):
-    stand_in = _stand_in(tensor)
-    if stand_in is not None:
-        return stand_in
-    # Not the tensor itself: it may be the result of the node that keeps what is packed, a cycle that nobody collects.
-    # Torch compares no versions of tensors that hooks have packed.
-    return tensor.detach(), tensor._version
+_OURS = "_saves_handles"
 
 
-@_keep_from_compiler
-def _unpack(packed):
-    if isinstance(packed, (_Handle, _Wrapper)):
-        return packed.tensor()
-    tensor, version = packed
-    if tensor._version != version:
-        name = f"[{tensor.type()} {list(tensor.shape)}]"
-        raise RuntimeError(MODIFIED.format(name, tensor._version, version))
-    return tensor
-
-
-def _compose_with_outer_hooks(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Callable]:
-    """Returns hooks that leave all tensors but those of units to a caller's hooks, such as those of checkpointing."""
+def _hooks(pack_other: Callable, unpack_other: Callable, compares: bool) -> Tuple[Callable, Callable]:
+    """Returns hooks that leave all tensors but those of units to other hooks. ``compares``: versions of parameters."""
 
     @_keep_from_compiler
     def pack(tensor):
-        # Torch compares none within a caller's hooks. Checkpointing, for one, computes what was saved again.
-        stand_in = _stand_in(tensor, compares=False)
+        stand_in = _stand_in(tensor, compares)
         return pack_other(tensor) if stand_in is None else stand_in
 
     @_keep_from_compiler
@@ -157,8 +137,21 @@ def _compose_with_outer_hooks(pack_other: Callable, unpack_other: Callable) -> T
     return pack, unpack
 
 
-_OURS = "_saves_handles"
-setattr(_pack, _OURS, True)
+def _with_version(tensor):
+    # Not the tensor itself: it may be the result of the node that keeps what is packed, a cycle that nobody collects.
+    # Torch compares no versions of tensors that hooks have packed.
+    return tensor.detach(), tensor._version
+
+
+def _of_version(packed):
+    tensor, version = packed
+    if tensor._version != version:
+        name = f"[{tensor.type()} {list(tensor.shape)}]"
+        raise RuntimeError(MODIFIED.format(name, tensor._version, version))
+    return tensor
+
+
+_pack, _unpack = _hooks(_with_version, _of_version, compares=True)
 
 
 def saving_handles() -> ContextManager[Any]:
@@ -175,4 +168,5 @@ def saving_handles() -> ContextManager[Any]:
         return saved_tensors_hooks(_pack, _unpack)
     if hasattr(current[0], _OURS):
         return contextlib.nullcontext()
-    return saved_tensors_hooks(*_compose_with_outer_hooks(*current))
+    # Torch compares no versions within a caller's hooks. Checkpointing, for one, computes what was saved again.
+    return saved_tensors_hooks(*_hooks(current[0], current[1], compares=False))

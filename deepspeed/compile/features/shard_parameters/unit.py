@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective, every_rank_raises
-from .at_rest import ended, keep_owner, mark_resharded, unmark
+from .at_rest import ENDED, keep_unit, mark_resharded, unmark
 from .comparison import PURPOSE, At, Comparison
 from .unit_memory import UnitMemory
 
@@ -39,6 +39,7 @@ class Unit:
     Attributes:
         comparison: of the unit's number among ranks, when a gather starts.
         is_used: whether code that may change the parameters has run since the unit was gathered.
+        owner: the ``ShardParameters`` that reshards and gathers the unit. Without one, it stays whole.
     """
 
     def __init__(self, memory: UnitMemory, process_group: ProcessGroup, device: torch.device, number: int, name: str):
@@ -49,25 +50,12 @@ class Unit:
         self._target: Any = None  # of a gather
         self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for
         self._readers: List[Any] = []  # streams that have waited for the gather
-        self._owner: "Optional[weakref.ref[Any]]" = None
+        self.owner: Any = None
         self.is_gathered = True
-        self.is_used = False
+        # This rank's shards have no values yet.
+        self.is_used = True
         # Whether trained parameters have been gathered once: those cut from the host have no values here before.
         self._has_trained = False
-
-    @property
-    def owner(self) -> Any:
-        """The ``ShardedBlocks`` of the unit, which has a weak reference. Without one, it stays whole."""
-        return None if self._owner is None else self._owner()
-
-    @owner.setter
-    def owner(self, owner: Any) -> None:
-        self._owner = weakref.ref(owner)
-
-    def reshard_first(self) -> None:
-        """Reshards the unit after :meth:`take_in`, unless this rank is the only one."""
-        self.is_used = True
-        self.reshard()
 
     def take_in(self, before: Callable[[], None]) -> None:
         """Moves the parameters into the unit's memory. ``before()`` is called first.
@@ -84,40 +72,31 @@ class Unit:
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
 
     @property
-    def has_ended(self) -> bool:
-        """Whether nobody gathers the unit any more, because its engine was destroyed."""
-        return self.owner is None or self.owner.is_closed
+    def is_at_rest(self) -> bool:
+        """Whether this rank has its part, and nothing is on its way. The memory may stay for those who view it."""
+        return not self.is_gathered and self._works is None
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
     def start_gather(self, at: Optional[At] = None) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
 
-        Args:
-            at: the block that was reached, which ranks compare, if this unit is the next one.
+        ``at``: the block that was reached, which ranks compare, if this unit is the next one.
         """
-        if self.is_gathered or self._works is not None:
-            return
-        self._target = self.memory.allocate_target()
-        self._send(at)
+        if self.is_at_rest:
+            self._send(self.memory.allocate_target(), at)
 
-    def compare(self) -> None:
-        """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
-        if not self.is_gathered and self._works is None:
-            with collective(PURPOSE):
-                self.comparison.start()
-
-    def _send(self, at=None, sends_frozen=True):
+    def _send(self, target, at=None, sends_frozen=True):
+        self._target = target
         memory, works = self.memory, []
         # First, because parts of different units may differ in size.
-        with collective(PURPOSE):
-            self.comparison.start(at)
+        self.comparison.start(at)
         if self._device.type == "cpu":
             # Gloo ends a process that gets a message of another size than it waits for.
             self.comparison.wait()
         with collective(PURPOSE):
             if sends_frozen:
-                works += memory.frozen.gather(self._target)
+                works += memory.frozen.gather(target)
             for segment in memory.trained:
                 # Memory that others have may hold values from before a step.
                 works += segment.gather(memory.buffer)
@@ -126,16 +105,15 @@ class Unit:
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
         self.memory.external_views_are_current = False
-        if not self.memory.trained or (not self.is_gathered and self._works is None):
+        if not self.memory.trained or self.is_at_rest:
             return
         if not self.is_gathered:
             # What is on its way has the values of before.
             self.finish_gather()
         self._readers = [self._wait_for_readers()]
         self.memory.take_trained_back()
-        self._target = self.memory.buffer
         # Frozen ones may have been changed here since they were gathered.
-        self._send(sends_frozen=False)
+        self._send(self.memory.buffer, sends_frozen=False)
         # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
         self._wait(until_free=False)
         self._has_trained = True
@@ -143,7 +121,7 @@ class Unit:
 
     def take_changes(self) -> None:
         """Called before others read this rank's partitions: takes over what a caller has changed in place."""
-        if not self.is_gathered and self._works is None and self.memory.external_views_are_current:
+        if self.is_at_rest and self.memory.external_views_are_current:
             self.memory.keep_own_part(trained_too=True)
         # A change by `parameter.data` has no version.
         elif self.is_gathered and self._has_trained and (self.is_used or self.memory.are_changed()):
@@ -170,8 +148,7 @@ class Unit:
         if not self.is_gathered:
             if self._works is None:
                 # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
-                assert self.has_ended, self.memory.name
-                raise ended(self.memory.name)
+                raise RuntimeError(ENDED.format(self.memory.name))
             self._wait()
             for _, parameter in self.memory.parameters():
                 unmark(parameter)
@@ -223,30 +200,28 @@ class Unit:
         # A gather that is on its way still writes.
         self._wait()
         if self.is_gathered:
+            # A backward that ran on another stream than its caller's ends on the caller's.
+            stream = self._wait_for_readers()
             are_moved = self.memory.take_back()
             if are_moved or self.is_used or self.memory.are_changed():
                 self.memory.keep_own_part(trained_too=self._has_trained)
+                # The copies read the memory after it is freed for the stream that allocated it.
+                self.memory.note_reader(stream)
             for name, parameter in self.memory.parameters():
                 mark_resharded(parameter, name, self)
         self.is_gathered = self.is_used = False
         self.memory.free()
         self.memory.external_views_are_current = self.memory.has_external_views and self._has_trained
 
-    def free_unviewed(self) -> None:
-        """Frees the memory of a unit at rest, unless others still have views of it."""
-        if not self.is_gathered and self._works is None:
-            self.memory.free()
-
-    def keep(self, owner: Any) -> None:
+    def keep(self) -> None:
         """Keeps the unit, and the owner that gathers it, alive as long as parameters at rest live."""
         for _, parameter in self.memory.parameters():
-            keep_owner(parameter, owner, self)
+            keep_unit(parameter, self)
 
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass that saved what the backward reads."""
-        if self.owner is not None:
-            self.owner.passes.gather_for_backward(self, schedule)
-        if self.has_ended and not self.is_gathered:
+        self.owner.passes.gather_for_backward(self, schedule)
+        if self.is_at_rest:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.memory.name}; run the "
                 "backward before destroy(), or the forward again with another engine of the model"

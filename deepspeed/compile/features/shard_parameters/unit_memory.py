@@ -10,6 +10,7 @@ hooks of saved tensors, and the backward would read memory that was given back.
 """
 
 import bisect
+import dataclasses
 import itertools
 import operator
 import weakref
@@ -24,7 +25,6 @@ from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.gradient.native import users_of
 from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.messages import warn
-from .places import KNOWN_STORAGES, TensorSlot, begin_of, note_storage
 from .segments import Segment, aligned
 
 ANOTHER_KIND_OF_TRAINED = (
@@ -35,6 +35,47 @@ ANOTHER_KIND = (
     "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole "
     "on every rank"
 )
+
+
+@dataclasses.dataclass(eq=False)
+class TensorSlot:
+    """Where a tensor lies, and what it was when its unit was made."""
+
+    name: str  # of the parameter
+    tensor: torch.Tensor
+    begin: int  # in bytes, in the unit's buffer
+    end: int
+    is_trained: bool = False
+    unit: Any = None  # a weak reference to the Unit, which has the slot
+    version: int = 0  # when the unit was gathered; torch counts changes in place
+
+    def __post_init__(self) -> None:
+        self.dtype, self.shape = self.tensor.dtype, self.tensor.shape
+
+    @property
+    def is_as_made(self) -> bool:
+        tensor = self.tensor
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
+
+    def memory_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor's memory. ``buffer``: of the unit, 1-D and of bytes."""
+        return buffer[self.begin : self.end].view(self.dtype).view(self.shape)
+
+    def is_in(self, buffer: torch.Tensor) -> bool:
+        """Whether the tensor lies there, and was not given other memory."""
+        return self.tensor.data_ptr() == buffer.data_ptr() + self.begin
+
+    def move_into(self, buffer: torch.Tensor) -> None:
+        """Moves the tensor's values there."""
+        memory = self.memory_in(buffer)
+        memory.copy_(self.tensor.detach())
+        self.tensor.data = memory
+
+
+begin_of = operator.attrgetter("begin")
+# Address of a storage -> the UnitMemory that has it. data_ptr() is 0 of every storage whose memory was given back, and
+# Python's object of a storage comes and goes.
+KNOWN_STORAGES: "weakref.WeakValueDictionary[int, UnitMemory]" = weakref.WeakValueDictionary()
 
 
 class UnitMemory:
@@ -153,7 +194,7 @@ class UnitMemory:
         if self.buffer is not None:
             KNOWN_STORAGES.pop(self.buffer.untyped_storage()._cdata, None)
         self.buffer = buffer
-        note_storage(buffer.untyped_storage(), self)
+        KNOWN_STORAGES[buffer.untyped_storage()._cdata] = self
 
     def allocate_target(self) -> torch.Tensor:
         """Returns memory for the gathered unit: the buffer, whose memory it allocates again, unless others view it."""
@@ -292,14 +333,11 @@ class UnitMemory:
         if len(sources) != len(slots):
             raise ValueError(f"parameter {name} is made of {len(slots)} tensors, and its new values are not")
         for slot, source in zip(slots, sources, strict=True):
-            self._write(slot, source)
+            if self.has_external_views:
+                slot.memory_in(self.buffer).copy_(source)
+            values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
+            for segment in (self.frozen, *self.trained):
+                segment.write(slot.begin, values)
             with torch._C.DisableTorchFunctionSubclass():
                 # A backward that has read the old values is wrong.
                 torch.autograd.graph.increment_version(slot.tensor)
-
-    def _write(self, slot, source):
-        if self.has_external_views:
-            slot.memory_in(self.buffer).copy_(source)
-        values = source.to(slot.dtype).expand(slot.shape).contiguous().view(-1).view(torch.uint8)
-        for segment in (self.frozen, *self.trained):
-            segment.write(slot.begin, values)

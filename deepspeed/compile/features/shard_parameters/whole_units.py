@@ -67,8 +67,7 @@ class WholeUnits:
         self._is_kept: Dict[Unit, bool] = {}
         # How many forwards of a unit's block are under way.
         self._uses: collections.Counter = collections.Counter()
-        # Units at rest that still have memory, because others have views of it, and whether the caller was told.
-        self._externally_viewed: List[Unit] = []
+        # Whether the caller was told that others have views of units at rest.
         self._has_warned = False
         # Units that are never at rest again.
         self._whole_for_good: Set[Unit] = set()
@@ -90,8 +89,7 @@ class WholeUnits:
             # From now on it is as others, and began last.
             del self._is_kept[unit]
         if is_kept:
-            kept = [other for other in self._kept() if other is not unit]
-            self._release_kept(kept[: max(len(kept) + 1 - self.most_kept, 0)])
+            self.release_kept(self.most_kept - 1, besides=unit)
         if unit not in self._is_kept:
             others = [
                 other for other, stays in self._is_kept.items() if not stays and other not in self._whole_for_good
@@ -111,9 +109,6 @@ class WholeUnits:
             del self._is_kept[unit]
             self._is_kept[unit] = True
 
-    def _kept(self):
-        return [unit for unit, stays in self._is_kept.items() if stays]
-
     def release(self, unit: Unit) -> None:
         """Called when a pass needs a unit no longer. Reshards it if it is replaceable."""
         if self._is_kept.get(unit):
@@ -125,15 +120,14 @@ class WholeUnits:
     def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
-        if unit.memory.has_external_views and unit not in self._externally_viewed:
-            self._externally_viewed.append(unit)
 
-    def release_kept(self) -> None:
-        """Called when a backward has run: releases what was kept for the backward, and was not read there."""
-        self._release_kept(self._kept())
+    def release_kept(self, most: int = 0, besides: Optional[Unit] = None) -> None:
+        """Releases what is kept for a backward, such as what that has not read, but for the ``most`` that began last.
 
-    def _release_kept(self, units):
-        for unit in units:
+        ``besides``: a unit that stays as it is, and does not count.
+        """
+        kept = [unit for unit, stays in self._is_kept.items() if stays and unit is not besides]
+        for unit in kept[: max(len(kept) - most, 0)]:
             self._is_kept[unit] = False
             self.release(unit)
 
@@ -169,17 +163,18 @@ class WholeUnits:
     # Memory that others have ---------------------------------------------------------------------------------------
 
     def free_unviewed(self) -> None:
-        """Frees memory that others have had until now."""
-        for unit in self._externally_viewed:
-            unit.free_unviewed()
-        self._externally_viewed = [unit for unit in self._externally_viewed if unit.memory.has_external_views]
+        """Frees memory of units at rest that others have had until now."""
+        for unit in self._units:
+            if unit.memory.has_external_views and unit.is_at_rest:
+                unit.memory.free()
 
     def warn_of_external_views(self) -> None:
         """Tells the caller, once, if others have memory that could be freed."""
         self.free_unviewed()
-        if self._externally_viewed and not self._has_warned:
+        viewed = [unit for unit in self._units if unit.memory.has_external_views and unit.is_at_rest]
+        if viewed and not self._has_warned:
             self._has_warned = True
-            warn(EXTERNALLY_VIEWED.format(self._externally_viewed[0].memory.name))
+            warn(EXTERNALLY_VIEWED.format(viewed[0].memory.name))
 
     # All units -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +197,6 @@ class WholeUnits:
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
         self._gather_all()
-        self._externally_viewed.clear()
         self.leave_as_they_are()
 
     def leave_as_they_are(self) -> None:
@@ -220,7 +214,9 @@ class WholeUnits:
             if unit.is_gathered and (self.are_fixed or self._uses[unit]):
                 yield unit
                 continue
-            unit.compare()
+            if unit.is_at_rest:
+                # The gather begins with this, which says whether the other ranks come.
+                unit.comparison.start()
             _await_others(unit)
             unit.start_gather()
             unit.finish_gather()

@@ -11,7 +11,7 @@ Every setting is a run-time argument of the pass, so a schedule of a setting com
 
 import importlib
 from types import ModuleType
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.utils._triton import has_triton_package
@@ -24,9 +24,12 @@ from ...zero_1_and_2.messages import log_info
 from ...zero_1_and_2.parameter.runs import Runs
 from ...zero_1_and_2.step.authors import hooks_of_torch, runs_unpatched_step
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.rule import Partition, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition
 from .adam_operators import Elements, Scalars, Settings, compile_step
 from .own_ranges import end_of_range
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
@@ -38,8 +41,6 @@ LEAST_NUMEL = 2**24
 # A run of at least so many new parameters is written where it lies. Shorter ones are copied together, because to start
 # a kernel for each would take longer than the copy.
 WRITTEN_IN_PLACE = 2**20
-# Elements to step at once if each operator writes its result to memory.
-EAGER_NUMEL = 2**22
 
 StepRows = Callable[[Elements, Settings], None]
 
@@ -61,6 +62,15 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "cannot be differentiated; set the optimizer's differentiable to false"
     return None
+
+
+def is_scaled_by_autocast(engine: "DeepSpeedEngine") -> bool:
+    """Whether ``torch_autocast`` in fp16 scales gradients for the optimizer's own ``step()``.
+
+    An engine without ``torch_autocast`` does so too, once another engine of the process had it.
+    """
+    asked = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return asked or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
 
 
 def unsupported_forms(

@@ -92,7 +92,7 @@ def _write_states(elements, settings, states):
             state.copy_(values)
         return
     for index, values in enumerate(states):
-        codes, scales = encode(values, settings.maps[index].thresholds, signed=index == 0)
+        codes, scales = encode(values, settings.maps[index].thresholds)
         elements.states[index].copy_(codes)
         elements.scales[index].copy_(scales)
 

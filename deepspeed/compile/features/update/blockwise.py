@@ -94,7 +94,7 @@ def _encode(state, values, codes, scales):
     for first in range(0, len(scales), _CONVERTED):
         rows = slice(first, min(first + _CONVERTED, len(scales)))
         part = values[rows.start * BLOCK : rows.stop * BLOCK].to(codes.device).view(-1, BLOCK)
-        codes[rows], scales[rows] = encode(part, thresholds, SIGNED[state])
+        codes[rows], scales[rows] = encode(part, thresholds)
 
 
 def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> torch.Tensor:

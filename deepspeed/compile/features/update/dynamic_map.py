@@ -10,10 +10,12 @@ magnitude.
 In the unsigned map, a nonzero value never becomes zero. Adam divides by the root of the second moment: if that became
 zero before the first moment did, a small gradient would move a weight by thousands of learning rates.
 
-Quantization finds the code of the nearest value. A search in the table takes eight steps, each of which waits for the
-step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each decade,
-and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find the index,
-or the index before. One comparison with a threshold decides which, so that no rounding changes the code.
+Quantization finds the code of the nearest value. Torch's operators search for it in a table. In a kernel, each of the
+eight steps of a search would wait for the step before. But the index of a code among those of its sign, as a function
+of the magnitude, is linear in each decade, and its slope falls from decade to decade: in a decade that ends at P and
+has n codes, it is n * (1 + (x / P - 0.1) / 0.9), less 1 if there is no sign. Such a function is the least of its
+lines, so seven products find the index, or the index before. One comparison with a threshold decides which, so that
+no rounding changes the code.
 """
 
 import functools
@@ -27,8 +29,8 @@ BLOCK = 256
 # moments of small gradients up, and Adam would hardly move their weights.
 LEAST_SCALE = torch.finfo(torch.float32).tiny
 _DECADES = 7
-# Added to a number, this makes quarters the last bits of the sum. So the sum and the added number are each rounded by
-# up to an eighth.
+# For the kernel. Added to a number, this makes quarters the last bits of the sum. So the sum and the added number are
+# each rounded by up to an eighth.
 TO_QUARTERS = 2**21
 # The line minus 0.2 to 1 gives the index or one less: 0.2, because the midpoint between the codes of two decades lies
 # up to so much behind an integer. This value leaves room for both roundings.
@@ -49,7 +51,8 @@ def make_map(signed: bool, device: torch.device) -> Map:
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         positive = []
         for decade in range(_DECADES):
-            borders = torch.linspace(0.1, 1, _codes_of(decade, signed) + 1, dtype=torch.float32)
+            codes = 2**decade if signed else 2 ** (decade + 1)
+            borders = torch.linspace(0.1, 1, codes + 1, dtype=torch.float32)
             positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
         values = torch.cat([*positive, torch.tensor([0, 1], dtype=torch.float32)])
         values = torch.cat([values, *(-value for value in positive if signed)]).sort().values
@@ -62,11 +65,6 @@ def make_map(signed: bool, device: torch.device) -> Map:
 def zero_code(signed: bool) -> int:
     """Returns the code of zero."""
     return 127 if signed else 0
-
-
-def _codes_of(decade, signed):
-    """Returns the number of positive codes of a decade."""
-    return 2**decade if signed else 2 ** (decade + 1)
 
 
 def _thresholds(values):
@@ -88,42 +86,20 @@ def _thresholds(values):
     return torch.cat([ends[:1], threshold, ends[1:]])
 
 
-@functools.cache
-def _lines(signed) -> Tuple[Tuple[float, float], ...]:
-    """Returns (slope, intercept) of each decade's line, from a magnitude to its code's index, in quarters at the end.
-
-    In a decade that ends at P and has n codes, the index is n * (1 + (x / P - 0.1) / 0.9), less 1 if there is no sign.
-    """
-    counts = [_codes_of(decade, signed) for decade in range(_DECADES)]
-    ends = [10.0 ** (decade + 1 - _DECADES) for decade in range(_DECADES)]
-    offset = TO_QUARTERS - MARGIN - (0 if signed else 1)
-    return tuple((n / (0.9 * end), n * 8 / 9 + offset) for n, end in zip(counts, ends, strict=True))
-
-
-def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> torch.Tensor:
-    """Returns the codes of values from -1 to 1 if ``signed``, else from 0 to 1: uint8, of the same shape.
+def codes_of(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    """Returns the codes of values from -1 to 1 or from 0 to 1: uint8, of the same shape.
 
     Args:
         values: fp32. NaN has some code.
         thresholds: those of the :class:`Map`.
-        signed: whether the map has negative values.
     """
-    magnitude = values.abs() if signed else values
-    # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
-    lines = [(magnitude * slope + intercept).view(torch.int32) for slope, intercept in _lines(signed)]
-    found = functools.reduce(torch.minimum, lines)
-    # The bits are arbitrary for NaN: the mask keeps the lookup within its table.
-    lower = (found >> 2) & (127 if signed else 255)
-    if signed:
-        # 127 + lower, or 126 - lower where the sign bit is set.
-        lower = 127 + (lower ^ (values.view(torch.int32) >> 31))
-    return (lower + (values >= _lookup(thresholds, lower + 1)).to(torch.int32)).to(torch.uint8)
+    return torch.searchsorted(thresholds[1:-1], values, right=True, out_int32=True).to(torch.uint8)
 
 
-def encode(blocks: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+def encode(blocks: torch.Tensor, thresholds: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """Returns the codes, uint8, and the scales, fp32 [blocks], of values: fp32 [blocks, BLOCK]."""
     scales = blocks.abs().amax(-1).clamp(min=LEAST_SCALE)
-    return codes_of(blocks / scales.unsqueeze(-1), thresholds, signed), scales
+    return codes_of(blocks / scales.unsqueeze(-1), thresholds), scales
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ The base holds an fp32 tensor of each partition, which is the parameter of the i
 dtype and device matter. Here that tensor is an expanded view of one NaN. Code that is not listed here reads NaN, and
 ``copy_()`` into the tensor raises.
 
-These functions get or set master weights, by ``masters_in_optimizer.py`` and ``links.py``:
+These functions get or set master weights, by ``masters_in_optimizer.py``:
 
 - ``state_dict()`` and ``load_state_dict()`` of the ZeRO-1/2 optimizer, hence checkpoints of all kinds: an fp32 tensor
   of the whole partition on the host, for the time of the call and as long as the caller keeps the state dict;
@@ -88,35 +88,30 @@ class Masters:
         return own_parameters(self._optimizer(), group)
 
     @contextlib.contextmanager
-    def read_on_host(self) -> Iterator[None]:
-        """Context in which the base's list of partitions has the master weights, in host memory.
-
-        The inner optimizer keeps its own parameters, whose device is that of the states that it loads.
-        """
-        optimizer = self._optimizer()
-        before = optimizer.single_partition_of_fp32_groups
-        values = [
-            self.get(group, 0, remainders.numel(), device="cpu") for group, remainders in enumerate(self.remainders)
-        ]
-        optimizer.single_partition_of_fp32_groups, self.on_host = values, True
-        try:
-            yield
-        finally:
-            optimizer.single_partition_of_fp32_groups, self.on_host = before, False
-
-    @contextlib.contextmanager
     def written_on_host(self) -> Iterator[None]:
-        """As :meth:`read_on_host`, but values that the caller writes there become the master weights.
+        """Context in which the base's list of partitions has the master weights, in host memory. Values that the
+        caller writes there become the master weights.
 
-        All ranks leave the context together. If they raise, remainders stay as they were.
+        The inner optimizer keeps its own parameters, whose device is that of the states that it loads. All ranks leave
+        the context together. If they raise, remainders stay as they were.
         """
         self.refuse_offloaded("load a checkpoint")
-        with self.read_on_host():
+        optimizer = self._optimizer()
+        before = optimizer.single_partition_of_fp32_groups
+        optimizer.single_partition_of_fp32_groups = [self.on_the_host(group) for group in range(len(before))]
+        self.on_host = True
+        try:
             yield
-            values = self._optimizer().single_partition_of_fp32_groups
+            values = optimizer.single_partition_of_fp32_groups
+        finally:
+            optimizer.single_partition_of_fp32_groups, self.on_host = before, False
         for group, master in enumerate(values):
             self.set(group, 0, master)
         self.send_parameters()
+
+    def on_the_host(self, group: int) -> torch.Tensor:
+        """Returns the master weights of this rank's partition, fp32 1-D, in host memory."""
+        return self.get(group, 0, self.remainders[group].numel(), device="cpu")
 
     def get(self, group: int, first: int, last: int, device: Union[str, torch.device, None] = None) -> torch.Tensor:
         """Returns elements [first, last) of the master weights of this rank's partition, fp32 1-D.

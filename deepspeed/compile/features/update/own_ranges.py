@@ -9,8 +9,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from ...zero_1_and_2.step.authors import hooks_of_torch
-from ...zero_1_and_2.step.own_step import with_groups
 from ...zero_1_and_2.step.partition_gradient import PartitionGradient
+from ...zero_1_and_2.step.partitions import with_groups
 from ...zero_1_and_2.step.rule import Partition, Step
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.

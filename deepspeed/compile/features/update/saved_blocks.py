@@ -57,41 +57,34 @@ def blocks_to_base(order: BaseOrder, values: torch.Tensor) -> torch.Tensor:
     Args:
         values: of the blocks in this rank's partition in memory, 1-D.
     """
-    sent, awaited = _entries(order)
-    result = torch.zeros(sum(count for *_, count in awaited), dtype=values.dtype, device="cpu")
-    order.exchange_at_once(
-        values,
-        [(span.base, span.in_base, span.in_even // BLOCK, count) for span, _, count in sent],
-        result,
-        [(span.even, span.in_base, first, count) for span, first, count in awaited],
-    )
+    of_even, of_base = _entries(order)
+    result = torch.zeros(sum(count for *_, count in of_base), dtype=values.dtype, device="cpu")
+    order.exchange_at_once(values, of_even, result, of_base)
     return result
 
 
 def blocks_to_even(order: BaseOrder, values: torch.Tensor, device: torch.device, padding: float) -> torch.Tensor:
     """Does the reverse of :func:`blocks_to_base`. ``padding``: the value of blocks of padding."""
-    awaited, sent = _entries(order)
+    of_even, of_base = _entries(order)
     result = torch.full((order.layout.partition_numel // BLOCK,), padding, dtype=values.dtype, device=device)
-    order.exchange_at_once(
-        values,
-        [(span.even, span.in_base, first, count) for span, first, count in sent],
-        result,
-        [(span.base, span.in_base, span.in_even // BLOCK, count) for span, _, count in awaited],
-    )
+    order.exchange_at_once(values, of_base, result, of_even)
     return result
 
 
 def _entries(order):
-    """Lists (span, number of its first block among those of this rank, blocks) in both orders: in memory first."""
-    found = []
-    for spans in (order.spans_of_even(order.layout.rank), order.spans_of_base(order.layout.rank)):
-        entries, first = [], 0
-        for span in spans:
-            count = -(-(span.source + span.numel) // BLOCK) - span.source // BLOCK
-            entries.append((span, first, count))
-            first += count
-        found.append(entries)
-    return found
+    """Returns the entries of the blocks of this rank's partition in memory, and of that in the base's order."""
+    of_even, of_base, first = [], [], 0
+    for span in order.spans_of_even(order.layout.rank):
+        of_even.append((span.base, span.in_base, span.in_even // BLOCK, _blocks(span)))
+    for span in order.spans_of_base(order.layout.rank):
+        of_base.append((span.even, span.in_base, first, _blocks(span)))
+        first += _blocks(span)
+    return of_even, of_base
+
+
+def _blocks(span):
+    """Returns how many blocks have elements of a span."""
+    return -(-(span.source + span.numel) // BLOCK) - span.source // BLOCK
 
 
 def to_fp32_in_base_order(states: Dict[str, Any]) -> None:
@@ -135,7 +128,7 @@ def _lengths(order: BaseOrder) -> Tuple[torch.Tensor, torch.Tensor]:
     for span in order.spans_of_base(order.layout.rank):
         pad(span.in_base - filled)
         inside = span.source % BLOCK
-        sizes = torch.full((-(-(inside + span.numel) // BLOCK),), float(BLOCK))
+        sizes = torch.full((_blocks(span),), float(BLOCK))
         sizes[-1] -= -(inside + span.numel) % BLOCK
         sizes[0] -= inside
         add(sizes, True)

@@ -7,8 +7,7 @@ states. An engine without ``compile.optimizer_states`` that loads 8-bit states g
 """
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Dict, Iterator
+from typing import TYPE_CHECKING, Any, Dict, Iterator, Mapping
 
 import torch
 
@@ -60,33 +59,23 @@ class StatesOfAdam:
 
     def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Raises ValueError if loaded states cannot be converted to this form."""
-        found = [optimizer.optimizer.state.get(master, {}) for master in optimizer.single_partition_of_fp32_groups]
-        if any(map(is_blockwise, found)):
-            orders = getattr(optimizer, "base_orders", None) or base_orders(optimizer, layouts_of(optimizer))
-            for states, order in zip(found, orders, strict=True):
-                if is_blockwise(states) and FORM in states:
-                    _refuse_other_forms_and_partitions(states, order)
+        for states, order in _loaded(optimizer):
+            _refuse_other_forms_and_partitions(states, order)
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Converts loaded states to the form that the optimizer keeps. All ranks call it."""
-        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        for states, order in _loaded(optimizer):
+            _refuse_other_forms_and_partitions(states, order)
+            if hasattr(optimizer, "base_orders"):
+                taken(states, order, optimizer.single_partition_of_fp32_groups[0].device)
+            else:
+                to_fp32_in_base_order(states)
+        for master in optimizer.single_partition_of_fp32_groups:
             states = optimizer.optimizer.state.get(master, {})
-            if is_blockwise(states) and FORM in states:
-                self._take(states, optimizer, group, master)
             if self._in_8_bits and has_moments(states):
                 to_blocks(states, master)
             elif not self._in_8_bits and is_blockwise(states):
                 to_fp32(states, master)
-
-    def _take(self, states, optimizer, group, master):
-        """Converts the states of a checkpoint to 8-bit states or fp32 states in the optimizer's order."""
-        orders = getattr(optimizer, "base_orders", None)
-        order = orders[group] if orders else base_orders(optimizer, layouts_of(optimizer))[group]
-        _refuse_other_forms_and_partitions(states, order)
-        if orders:
-            taken(states, order, master.device)
-        else:
-            to_fp32_in_base_order(states)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
@@ -106,6 +95,16 @@ class StatesOfAdam:
                 function = parameter.set_full_hp_param
                 if getattr(function, "func", None) is not _set:
                     parameter.set_full_hp_param = functools.partial(_set, function)
+
+
+def _loaded(optimizer):
+    """Lists the 8-bit states of a checkpoint that an optimizer has loaded, each with the base's order of its group."""
+    found = [optimizer.optimizer.state.get(master, {}) for master in optimizer.single_partition_of_fp32_groups]
+    if not any(is_blockwise(states) and FORM in states for states in found):
+        return []
+    orders = getattr(optimizer, "base_orders", None) or base_orders(optimizer, layouts_of(optimizer))
+    pairs = zip(found, orders, strict=True)
+    return [(states, order) for states, order in pairs if is_blockwise(states) and FORM in states]
 
 
 def _refuse_other_forms(states):

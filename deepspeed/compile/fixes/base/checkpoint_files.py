@@ -31,13 +31,11 @@ class Written:
     Attributes:
         names: the file's own name, by the name under which it was written.
         error: what writing the first file that could not be written has raised.
-        are_replacing: whether files are being given their names.
     """
 
     def __init__(self):
         self.names: Dict[str, str] = {}
         self.error: Optional[Exception] = None
-        self.are_replacing = False
 
 
 def unfinished(path: str) -> str:
@@ -56,18 +54,19 @@ def begin(writer: "TorchCheckpointEngine") -> None:
     writer.written = Written()
 
 
-def drop(writer: "CheckpointEngine") -> bool:
-    """Removes files that have not got their names. Returns whether an earlier checkpoint may have lost some."""
+def keeps_earlier(writer: "CheckpointEngine") -> bool:
+    """Whether files of an earlier checkpoint with the same tag stay until all are written. Others are overwritten."""
+    return hasattr(writer, "written")
+
+
+def drop(writer: "CheckpointEngine") -> None:
+    """Removes files that have not got their names."""
     if not hasattr(writer, "written"):
-        # It writes files under their own names.
-        return True
+        return
     written, writer.written = writer.written, None
-    if written is None:
-        return False
-    for name in written.names:
+    for name in written.names if written else ():
         with contextlib.suppress(OSError):
             os.unlink(name)
-    return written.are_replacing
 
 
 @contextlib.contextmanager
@@ -126,7 +125,6 @@ def give_names(writer: "TorchCheckpointEngine") -> None:
     raise_error(writer)
     written = getattr(writer, "written", None)
     if written is not None:
-        written.are_replacing = True
         for other, path in written.names.items():
             os.replace(other, path)
     writer.written = None

@@ -105,6 +105,20 @@ EDITS = {
         ),
     },
     "deepspeed/runtime/sequence_parallel/ulysses_sp.py": {
+        # packed_rows.py
+        "from deepspeed.utils.logging import logger\n": "...from deepspeed.compile.fixes.base import packed_rows\n",
+        "        self.core_attn_implementation = None  # set by": "        self.rows_are_packed = False\n...",
+        "        uattn.core_attn_implementation = core_attn_implementation\n": (
+            "...        UlyssesSPDataLoaderAdapter.attention = uattn\n"
+        ),
+        '        kwargs["position_ids"] = torch.cat(position_ids_list, dim=1)\n': (
+            "..."
+            "        window = kwargs.get('sliding_window')\n"
+            "        attention_mask = packed_rows.mask(self, module, kwargs['position_ids'], attention_mask, window)\n"
+        ),
+        "            chunk_len = seq_length // self.sp_world_size\n": (
+            "...            packed_rows.look(getattr(self, 'attention', None), batch['position_ids'])\n"
+        ),
         # To DeepSpeed: SequenceTiledCompute keeps its inputs as attributes of the context. So the hidden states of all
         # tokens stay through the backward of all layers, until the caller drops the loss. Please save them for the
         # backward.

@@ -24,11 +24,16 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
+# How far the save of a checkpoint has come on all ranks.
+WRITES, REPLACES, IS_WHOLE = range(3)
+
+
 def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
     """Decorates ``engine.save_checkpoint()``: if it raises, every rank that is left says which checkpoint is whole."""
 
     @functools.wraps(save)
     def save_checkpoint(engine, save_dir, tag=None, *args, **kwargs):
+        engine._save_has_come_to = WRITES
         try:
             return save(engine, save_dir, tag, *args, **kwargs)
         except BaseException:
@@ -41,12 +46,17 @@ def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
 
 def _say_which_is_whole(engine, folder, tag):
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    latest, may_be_mixed = checkpoint_files.read_latest(folder), checkpoint_files.drop(engine.checkpoint_engine)
+    latest, writer, reached = checkpoint_files.read_latest(folder), engine.checkpoint_engine, engine._save_has_come_to
+    checkpoint_files.drop(writer)
+    if reached == IS_WHOLE:
+        unnamed = "" if latest == tag else ", but the file latest does not name it; load it by its tag"
+        logger.error(f"the save did not end well: the checkpoint {tag} in {folder} is whole{unnamed}")
+        return
     if latest is None:
         last = "it has no whole checkpoint yet, or none that the file latest names"
     elif latest != tag:
         last = f"the last whole one is {latest}"
-    elif may_be_mixed:
+    elif reached == REPLACES or not checkpoint_files.keeps_earlier(writer):
         last = "a part of it may be of the earlier one with this tag"
     else:
         last = "the last whole one is the earlier one with this tag"
@@ -67,9 +77,11 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     if writer.is_decoupled():
         # Not within a context: an engine that writes in other processes calls a collective, and waits for them.
         writer.commit(info)
+    engine._save_has_come_to = REPLACES
     with _on_every_rank(engine, f"put its files of the checkpoint {info.tag} in place"):
         if not writer.is_decoupled():
             writer.commit(info)
+    engine._save_has_come_to = IS_WHOLE
     if info.save_latest:
         with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
             # Where each host has a folder of its own, each has the file.

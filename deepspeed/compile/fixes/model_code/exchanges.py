@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 from deepspeed.sequence.cross_entropy import _GatherSequenceLoss
 from deepspeed.sequence.layer import _SeqAllToAll
 
-from ...features.configuration.experts import layers_of
+from ...features.configuration.refused import layers_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -6,7 +6,7 @@ from typing import Iterator
 
 from ...features.blocks.feature import Blocks
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from . import adapted_parameters, captured_outputs, dora, eager_experts, exchanges, key_value_cache, liger
+from . import adapted_parameters, captured_outputs, dora, exchanges, experts_of_transformers, key_value_cache, liger
 
 
 class ModelCode(Feature):
@@ -14,7 +14,7 @@ class ModelCode(Feature):
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
-        yield from eager_experts.advice(request.engine.module)
+        yield from experts_of_transformers.advice(request.engine.module)
 
     def __init__(self, context: SetUpContext):
         dora.trace_unquantized_weights()

@@ -26,16 +26,8 @@ advice.py          which mode to take, and the command's text
 __main__.py        the command
 =================  ==================================================================================
 
-``python -m benchmarks.fits`` compares estimates with measurements.
+``python -m benchmarks.fits`` compares estimates with measurements. ``deepspeed.compile.fits`` has the public names.
 """
-
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-    from .estimate import Answer
-    from .modes import Mode
 
 NEEDS = (
     "features.loss",
@@ -45,30 +37,3 @@ NEEDS = (
     "features.shard_parameters",
     "features.update",
 )
-
-
-def fits(
-    make_model: "Callable[[], Module]",
-    config: Optional[Dict[str, Any]] = None,
-    checkpoint: bool = False,
-    modes: "Optional[Sequence[Mode]]" = None,
-    say: Callable[[str], None] = lambda sentence: None,
-    **question: Any,
-) -> "Answer":
-    """Estimates the memory that a model needs in each mode.
-
-    Args:
-        make_model: makes the model, as tensors without memory.
-        config: a DeepSpeed configuration, which becomes a mode of its own.
-        checkpoint: whether the configuration's mode computes each block again in the backward.
-        modes: the modes to estimate, by default all that have a meaning.
-        say: a function that gets a sentence about each step of the work.
-        question: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
-
-    Raises:
-        ValueError: if the model cannot be made, or if the question has an option that is not estimated.
-    """
-    from .estimate import fits_of
-    from .modes import Question
-
-    return fits_of(make_model, Question(**question), config, checkpoint, modes, say)

@@ -73,8 +73,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
     # After the arguments, because torch takes seconds.
     import torch
 
-    from . import fits, sources
+    from . import sources
     from .advice import text_of
+    from .estimate import fits
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
     try:
@@ -106,7 +107,8 @@ def as_json(answer: Any) -> Dict[str, Any]:
         }
         for row in answer.rows
     ]
-    asked = {**{name: getattr(answer.question, name) for name in ASKED}, "dtype": str(answer.question.dtype)}
+    asked = {name: getattr(answer.question, name) for name in (*ASKED, "sequence_ranks")}
+    asked["dtype"] = str(answer.question.dtype)
     known = {"model": answer.model, "elements": answer.elements, "trained": answer.trained}
     return {**known, **asked, "rows": rows, "left_out_gib": answer.left_out, "notes": answer.notes}
 

@@ -26,22 +26,13 @@ from ...features.blocks.choose_blocks import parents_of
 from ...features.blocks.parameters import modules_outside
 from .graphs import trace
 from .head import Form, form_of, with_form
-from .liveness import bytes_of
+from .liveness import Moment, bytes_of
 from .long_sequences import InputsOnHost, Unsuitable, in_tiles, loss_in_tiles, mlp_of, split_at
 from .modes import Question
 
 
-class Moment(NamedTuple):
-    """A part of a step. Bytes that the model's code and graphs hold, without parameters and gradients."""
-
-    most: int  # the most bytes within the moment
-    after: int  # bytes at its end
-    gradient: Optional[str] = None  # the name of the parameter whose gradient is complete at its end, or None
-    block: Optional[int] = None  # the number of the block that runs in the moment, or None
-
-
 class Activations(NamedTuple):
-    """The memory of a micro-batch."""
+    """The memory of a micro-batch: bytes that the model's code and graphs hold, without parameters and gradients."""
 
     # forward, backward: their moments.
     forward: List[Moment]

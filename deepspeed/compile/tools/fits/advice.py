@@ -56,7 +56,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
     asked = answer.question
     trains = "" if answer.trained == answer.elements else f", of which {answer.trained / 1e9:.3f} are trained"
     rows = "images" if asked.sequence is None else f"x {asked.sequence} tokens without padding"
-    batch = f"micro-batch {asked.micro_batch} {rows}, {asked.accumulation} for a step"
+    shared = f", shared by {asked.sequence_ranks} GPUs" if asked.sequence_ranks > 1 else ""
+    batch = f"micro-batch {asked.micro_batch} {rows}{shared}, {asked.accumulation} for a step"
     dtype = str(asked.dtype).rpartition(".")[2]
     lines = [
         *_wrapped(f"{model} ({answer.model}): {answer.elements / 1e9:.3f} billion parameters{trains}."),

@@ -57,9 +57,14 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     elif _ALL not in config:
         config.setdefault(_MICRO, 1)
 
+    # Ranks that share a sequence are one for DeepSpeed's batch sizes. ZeRO cuts the states over all of them.
+    sharing = config.get("sequence_parallel_size") or question.sequence_ranks
+    if not isinstance(sharing, int) or sharing < 1 or question.gpus % sharing:
+        raise ValueError(f"{_SAYS} has sequence_parallel_size {sharing!r}, which does not divide {question.gpus} GPUs")
+
     class ForGpus(DeepSpeedConfig):
         def _configure_train_batch_size(self) -> None:
-            self.world_size = question.gpus
+            self.world_size = question.gpus // sharing
             super()._configure_train_batch_size()
 
     try:
@@ -77,7 +82,6 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is estimated"),
         (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are estimated"),
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not estimated"),
-        (config.get("sequence_parallel_size") not in (None, 0, 1), "splits sequences, which is not estimated"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
         (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not estimated"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
@@ -104,6 +108,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     )
     completed = dataclasses.replace(
         question,
+        sequence_ranks=sharing,
         micro_batch=parsed.train_micro_batch_size_per_gpu,
         accumulation=parsed.gradient_accumulation_steps,
         dtype=dtype,

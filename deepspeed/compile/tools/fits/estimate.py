@@ -18,9 +18,9 @@ from torch.nn import Module, Parameter
 from ...features.blocks.choose_blocks import choose_blocks
 from ...features.blocks.parameters import by_block
 from ...features.copy_engines.carrier import device_bytes
+from ...features.shard_parameters.feature import frozen_of_blocks
 from ...features.shard_parameters.keep import LEFT_FREE, kept_by_default
 from ...features.shard_parameters.outside import large_outside, read_times
-from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
 from ...features.shard_parameters.whole_units import MOST_GATHERED
 from ...features.update.blockwise import SIGNED
 from ...features.update.dynamic_map import BLOCK
@@ -202,7 +202,7 @@ class Subject:
     def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
         """Returns the activations of a mode, computed once, or None if the model cannot be traced, or not in time."""
         by_blocks = mode.by_blocks and not self.blocks
-        key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
+        key = by_blocks, question.sequence, question.sequence_ranks, question.micro_batch, *mode.of_activations
         if key in self._activations or key in self.untraceable:
             return self._activations.get(key)
         if self._seconds <= 0:
@@ -210,10 +210,11 @@ class Subject:
             return None
         began = time.monotonic()
         make_batch = question.batch or (lambda *sizes: sources.batch_for(self.model, *sizes))
+        tokens = -(-(question.sequence or 1) // question.sequence_ranks)
 
         def run():
             with self.fake, sources.whole_rows():
-                batch = make_batch(question.micro_batch or 1, question.sequence or 1)
+                batch = make_batch(question.micro_batch or 1, tokens)
                 self._say(f"estimating activations: {mode.name}")
                 return self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
 
@@ -279,16 +280,28 @@ def _without_logs():
         logging.disable(before)
 
 
-def fits_of(
+def fits(
     make_model: Callable[[], Module],
-    question: Question,
-    config: Optional[Dict[str, Any]],
-    checkpoint: bool,
-    modes: Optional[Sequence[Mode]],
-    say: Callable[[str], None],
+    config: Optional[Dict[str, Any]] = None,
+    checkpoint: bool = False,
+    modes: Optional[Sequence[Mode]] = None,
+    say: Callable[[str], None] = lambda sentence: None,
+    **asked: Any,
 ) -> Answer:
-    """Computes :func:`deepspeed.compile.tools.fits.fits`."""
-    given, notes = [], []
+    """Estimates the memory that a model needs in each mode.
+
+    Args:
+        make_model: makes the model, as tensors without memory.
+        config: a DeepSpeed configuration, which becomes a mode of its own.
+        checkpoint: whether the configuration's mode computes each block again in the backward.
+        modes: the modes to estimate, by default all that have a meaning.
+        say: a function that gets a sentence about each step of the work.
+        asked: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
+
+    Raises:
+        ValueError: if the model cannot be made, or if the question has an option that is not estimated.
+    """
+    question, given, notes = Question(**asked), [], []
     if config is not None:
         mode, question, notes = configuration.apply(config, question, checkpoint)
         given = [mode]

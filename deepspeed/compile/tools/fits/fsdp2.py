@@ -11,7 +11,8 @@ so.
 import math
 from typing import Dict, List, NamedTuple, Sequence
 
-from .activations import Activations, Moment
+from .activations import Activations
+from .liveness import Moment
 
 _FP32, _STATES = 4, 12  # bytes of an element: of a gradient, and of a master weight with its moments
 

@@ -12,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule
 
-from ...features.activation_budget.split import split_joint
+from ...features.activation_budget.feature import split_joint
 from .liveness import Life, Saved, base_of, life_of_backward, life_of_forward
 
 

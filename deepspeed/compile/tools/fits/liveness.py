@@ -28,11 +28,13 @@ class Saved(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """A part of a graph's run."""
+    """A part of a graph's run, or of a step."""
 
-    most: int  # the most bytes within it, beside those that were there before the graph ran
+    most: int  # the most bytes within it: of a graph, beside those that were there before it ran
     after: int  # the bytes at its end, less the gradient with which it ends
-    gradient: Optional[int] = None  # the index of the graph's result that is complete at its end, or None
+    # The gradient that is complete at its end, or None: its index among a graph's results, or its parameter's name.
+    gradient: Any = None
+    block: Optional[int] = None  # of a step, the number of the block that runs in the moment, or None
 
 
 Life = List[Moment]

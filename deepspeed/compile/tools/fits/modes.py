@@ -21,6 +21,7 @@ class Question:
     gpus: int = 1  # the number of GPUs, which train with data parallelism
     memory: float = 80  # the nominal memory of each GPU in GB: 80 for an H100, of which torch shows 79.1 GiB
     sequence: Optional[int] = None  # tokens of a sequence. None: 4096, or as many as the model has positions
+    sequence_ranks: int = 1  # how many GPUs share a sequence by Ulysses, each with an equal part of its tokens
     micro_batch: Optional[int] = None  # sequences of a micro-batch. None: the configuration's number, or 1
     accumulation: Optional[int] = None  # micro-batches of a step. None: the configuration's number, or 1
     lora: Optional[int] = None  # the rank of adapters at all linear layers of the blocks; None: no adapters
@@ -43,7 +44,8 @@ class Question:
         for name in ("memory", "seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not above 0; use the real number")
-        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora", "mlp_tiles", "loss_tiles"):
+        parts = ("sequence_ranks", "mlp_tiles", "loss_tiles")
+        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora", *parts):
             value = getattr(self, name)
             # Torch counts the bytes of all of these together in 64 bits.
             if value is not None and not 1 <= value <= MOST:

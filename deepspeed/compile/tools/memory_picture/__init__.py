@@ -10,11 +10,10 @@ and how to read the pictures. The command, which draws a recorded step again or 
 The files, each of which imports only from those above it:
 
 ==============  =====================================================================================
-data.py         a step's memory, and its JSON file
+data.py         a step's memory, its JSON file, and what draws it
 classify.py     from the events of torch's profiler to memory by category
 record.py       records a step: the profiler, and the marks where phases begin and end
 draw_png.py     draws with matplotlib
-files.py        writes the files of a step
 of_engine.py    records an engine's step, with the memory of its tensors
 __main__.py     the command
 ==============  =====================================================================================

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import List, Optional
 
-from . import files
+from . import data
 from .data import headline, read
 
 
@@ -32,9 +32,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
         steps = [read(file) for file in options.files]
     except ValueError as error:
         parser.error(str(error))
-    draws = files.drawer()
+    draws = data.drawer()
     if draws is None:
-        parser.error(files.WITHOUT_LIBRARY)
+        parser.error(data.WITHOUT_LIBRARY)
     first, last = options.files[0], options.files[-1]
     out = options.out or (first if len(steps) == 1 else first.with_name(f"{first.stem}-{last.stem}"))
     # Replace only the suffix of a picture or of data: a name may contain another dot.

@@ -1,8 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one step, and its JSON file."""
+"""The memory of one step, its JSON file, and what draws its picture."""
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
@@ -33,6 +34,8 @@ PHASES = ("forward", "backward", "step", "gather")
 FORMAT, VERSION = "memory of one training step", 1
 # A file has about this many points in time: more than a screen has pixels.
 POINTS = 2000
+# Training does not need matplotlib, so it is no requirement of DeepSpeed.
+WITHOUT_LIBRARY = "matplotlib cannot be imported; pip install matplotlib"
 
 
 class Peak(NamedTuple):
@@ -178,3 +181,31 @@ def subtitle(step: StepMemory) -> str:
     if step.raised:
         parts.append(f"the step raised {step.raised}")
     return "; ".join(parts)
+
+
+def drawer() -> Optional[Any]:
+    """Returns the module that draws, or None if matplotlib cannot be imported."""
+    try:
+        return importlib.import_module(".draw_png", __package__)
+    except Exception:
+        # A missing library raises ImportError. One that does not fit the installed NumPy may raise any error.
+        return None
+
+
+def write_step(step: StepMemory, folder: Path, name: str) -> Path:
+    """Writes the data of a step under a name that is free in the folder; returns the file.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    number = 1
+    while True:
+        file = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        try:
+            file.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            # An earlier run, or another engine of this process, has recorded there.
+            number += 1
+    step.write(file)
+    return file

@@ -27,7 +27,7 @@ from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.carrier import mapped_memory
-from . import data, files
+from . import data
 from .record import Recording, Tensors, begins, ends, flattened, phase
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def prepare(engine: "DeepSpeedEngine") -> None:
         return
     rank, world = dist.get_rank(), dist.get_world_size()
     # Only the first rank warns of a missing library.
-    if rank == 0 and files.drawer() is None:
+    if rank == 0 and data.drawer() is None:
         warn(
-            f"{OPTION}: {files.WITHOUT_LIBRARY}, now or before `python -m {__package__} FILE.json` draws what is only "
+            f"{OPTION}: {data.WITHOUT_LIBRARY}, now or before `python -m {__package__} FILE.json` draws what is only "
             "written meanwhile"
         )
     records = rank in (0, world - 1)
@@ -253,9 +253,9 @@ class Recorder:
             step = recording.stop({data.OPTIMIZER_STATES: tensors_of(engine)[data.OPTIMIZER_STATES]})
             step = dataclasses.replace(step.thinned(data.POINTS), raised=raised, about=self._about(engine))
             rank = step.about["rank"]
-            file = files.write_step(step, self._folder, f"step{step.about['step']}-rank{rank}")
+            file = data.write_step(step, self._folder, f"step{step.about['step']}-rank{rank}")
             written = [file]
-            draws = files.drawer()
+            draws = data.drawer()
             if draws is not None:
                 draws.draw(step, file.with_suffix(".png"))
                 written = [file.with_suffix(".png"), file]

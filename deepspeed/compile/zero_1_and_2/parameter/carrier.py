@@ -31,13 +31,16 @@ class Carrier(Protocol):
     def flat_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Returns memory for a parameter group, of zeros: a tensor [numel] of the dtype and on the device of ``like``.
         All ranks call it."""
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
     def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Does the same for this rank's partition of a parameter group, whose flat tensor will be given up."""
+        return self.flat_tensor(numel, like)
 
     def take_in(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns a flat tensor or a partition that was allocated otherwise, or is on the host, or a copy of it on the
         device, where the carrier can send it from. All ranks call it."""
+        return memory
 
     def flats_have_left(self) -> None:
         """Called when flat tensors have moved to the host: their memory on the device is to be free."""
@@ -51,8 +54,8 @@ class Carrier(Protocol):
         """
 
     def before_write(self) -> None:
-        """Called on all ranks before a step writes this rank's shards: makes the current stream wait until the other
-        ranks have read what earlier calls of :meth:`gather` send."""
+        """Called on all ranks before a step writes this rank's shards: makes the current stream wait for what earlier
+        calls of :meth:`gather` have begun, also where nobody has waited for it."""
         return
 
     def gather(
@@ -67,7 +70,8 @@ class Carrier(Protocol):
                 their values, which are ready on the current stream.
 
         Returns:
-            what to wait for, until all runs are filled. No work of the current stream waits for other ranks.
+            what to wait for, until all runs are filled and the other ranks have read this rank's shards, which may be
+            written then. No work of the current stream waits for other ranks.
         """
 
 
@@ -79,15 +83,6 @@ class Collectives(Carrier):
         self._group = process_group
         self._rank, self._world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._side: Any = None  # the stream on which parameters are copied from where they arrive together
-
-    def flat_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
-    def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return self.flat_tensor(numel, like)
-
-    def take_in(self, memory: torch.Tensor) -> torch.Tensor:
-        return memory
 
     def beside(self, process_group: ProcessGroup) -> "Carrier":
         return Collectives(process_group)

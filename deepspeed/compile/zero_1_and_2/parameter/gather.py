@@ -31,7 +31,7 @@ class AllGather:
         return []
 
     def before_write(self) -> None:
-        """Called before a step, or perhaps the caller, writes new values: no rank reads the old ones after it."""
+        """Called before a step writes new values: no rank reads the old ones after it."""
         optimizer = self._optimizer()
         # A parameter may outlive its optimizer.
         for carrier in carriers_of(optimizer).values() if optimizer is not None else ():
@@ -47,8 +47,6 @@ class AllGather:
             with collective(PURPOSE):
                 for work in self.begin(group, [layout.run(place) for place in layout.places]):
                     work.wait()
-        # The caller may write parameters next.
-        self.before_write()
 
     def begin(self, group: int, runs: Sequence[Tuple[int, int]]) -> List[Awaitable]:
         """Begins to gather the parameters of a group that have these runs. Returns what to wait for."""

@@ -47,7 +47,8 @@ def _runs_own_step(optimizer):
             function = function.__func__
         if not isinstance(function, FunctionType):
             return False
-        module = _module(function)
+        # Of generated source, it is empty.
+        module = function.__globals__.get("__name__", "")
         if module not in _WRAPPERS:
             authors = {cls.__module__ for cls in type(optimizer).__mro__[:-1]}
             return module in authors and _package(module) in _PACKAGES and function.__code__.co_name == "step"
@@ -63,11 +64,6 @@ def _runs_own_step(optimizer):
 
 def _package(module):
     return module.partition(".")[0]
-
-
-def _module(function):
-    """Returns the name of the module that has a function's source, or an empty one for generated source."""
-    return function.__globals__.get("__name__", "")
 
 
 def _closure(function):

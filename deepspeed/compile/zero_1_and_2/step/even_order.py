@@ -49,6 +49,10 @@ class EvenOrder(DeepSpeedZeroOptimizer):
         """Drops the base's cuts of the flat tensors, which are in its own order."""
         self.parallel_partitioned_bit16_groups[:] = [[] for _ in self.even_layouts]
 
+    def own_masters(self, group: int) -> torch.Tensor:
+        """Returns the master weights of a group in our order, 1-D, which a part may keep in another form."""
+        return self.single_partition_of_fp32_groups[group].detach()
+
     def link_states(self) -> None:
         """Called after a step, which may have made states: a part links parameters with them."""
 

@@ -1,20 +1,26 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps this rank's partitions of all parameter groups, each by the first rule that serves it, range by range."""
+"""Steps this rank's partitions of all parameter groups, each by the first rule that serves it, range by range.
+
+The fp32 gradients of a partition need twice the memory of its bf16 gradients, and the temporaries of an optimizer may
+need as much again. If the optimizer treats each element by itself, the fp32 gradients and the temporaries need to
+exist only for one range at a time.
+"""
 
 import contextlib
 import functools
-from typing import Iterator, List, Optional
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer
 
 from .authors import runs_unpatched_step
-from .own_step import WholeStep
 from .partition_gradient import PartitionGradient
-from .ranges import Ranges
-from .rule import Partition, first_step
+from .rule import Partition, Step, first_step
+
+# A partition of fewer elements is stepped as a whole: to step some spans first would take longer.
+SMALL_NUMEL = 2**24
 
 
 class StepOfGroups:
@@ -75,6 +81,84 @@ class StepOfGroups:
         gradient = PartitionGradient(views, self.factors[group], master, optimizer.gradient_accumulation_dtype)
         written = functools.partial(deepcompile.placement.send, optimizer, group)
         return Ranges(step, master.numel(), gradient, written)
+
+
+class Ranges:
+    """Steps a partition range by range.
+
+    Args:
+        written: a function to call with (first, last) when the new values of the elements [first, last) are written.
+    """
+
+    def __init__(self, step: Step, numel: int, gradient: PartitionGradient, written: Callable[[int, int], None]):
+        self._step, self._numel, self._gradient, self._written = step, numel, gradient, written
+        self._spans = [(0, numel)]  # elements that are not stepped yet
+
+    def step_first(self, spans: List[Tuple[int, int]]) -> None:
+        """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
+
+        A span must not cut a gradient. If the partition is small, this steps all elements.
+        """
+        if spans and self._numel < SMALL_NUMEL:
+            spans = [(0, self._numel)]
+        self._run(spans)
+        borders = [border for span in spans for border in span]
+        self._spans = [*zip([0, *borders[1::2]], [*borders[::2], self._numel], strict=True)]
+        # Other partitions are stepped before the rest of this one.
+        self._gradient.give_memory_back()
+
+    def step_rest(self) -> None:
+        """Steps all other elements, and the states that belong to no element, such as counts of steps."""
+        self._run(self._spans)
+        self._step.finish()
+
+    def _run(self, spans):
+        for first, end in spans:
+            while first < end:
+                last = self._step.run(self._gradient, first, end)
+                if not first < last <= end:
+                    raise RuntimeError(
+                        f"{type(self._step).__name__}.run() was to step elements from {first} to {end} at most and "
+                        f"returned {last}; a rule must return the end of the elements that it has stepped"
+                    )
+                self._written(first, last)
+                first = last
+
+
+class WholeStep(Step):
+    """One ``Step`` of one partition as one range, by the optimizer itself, for a partition that no rule serves.
+
+    Its optimizer reads more than one element at a time, or somebody has replaced ``step()``.
+    """
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
+        self._optimizer, self._group = optimizer, group
+
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
+        optimizer, inner = self._optimizer, self._optimizer.optimizer
+        master = optimizer.single_partition_of_fp32_groups[self._group]
+        master.grad = gradient.scaled(first, limit)
+        # Keep no reference to the gradient, which the optimizer may drop.
+        gradient.drop()
+        try:
+            # The base's method leaves only this group in `param_groups` if the step raises: put all groups back.
+            with with_groups(inner, inner.param_groups):
+                optimizer._optimizer_step(self._group)
+        finally:
+            master.grad = None
+        optimizer._deepcompile.placement.new_parameters(optimizer, self._group).write(0, master.data)
+        return limit
+
+
+@contextlib.contextmanager
+def with_groups(inner: torch.optim.Optimizer, param_groups: List[Dict[str, Any]]) -> Iterator[None]:
+    """Context in which an optimizer has these parameter groups. Its own groups come back at the end."""
+    before = inner.param_groups
+    try:
+        inner.param_groups = param_groups
+        yield
+    finally:
+        inner.param_groups = before
 
 
 @contextlib.contextmanager

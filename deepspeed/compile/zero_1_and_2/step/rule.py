@@ -10,18 +10,7 @@ import torch
 from ..parameter.runs import Runs
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
     from .partition_gradient import PartitionGradient
-
-
-def is_scaled_by_autocast(engine: "DeepSpeedEngine") -> bool:
-    """Whether ``torch_autocast`` in fp16 scales gradients for the optimizer's own ``step()``.
-
-    An engine without ``torch_autocast`` does so too, once another engine of the process had it.
-    """
-    asked = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
-    return asked or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
 
 
 @dataclasses.dataclass(frozen=True)

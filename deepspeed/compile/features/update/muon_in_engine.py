@@ -2,46 +2,69 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's Muon in an engine: its refusals, the updates of matrices, and the rule that steps them."""
 
-from typing import Iterator, List
+import dataclasses
+from typing import Iterator, List, Optional
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+import torch
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.layout import layouts_of
-from ...zero_1_and_2.step.rule import Rule, is_scaled_by_autocast
+from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step
+from .adam import is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
-from .stand_in import StandIn
 
 
-class Muon(Feature):
-    """Orthogonalizes gradients of matrices, and lets other rules step partitions that Muon itself would step whole."""
+def refusals(request: Request) -> Iterator[str]:
+    """Yields a sentence for each reason why an engine cannot train with its Muon."""
+    yield from _unsupported(request)
+    if request.engine.optimizer is not None:
+        yield from _unsupported_matrices(request.engine.optimizer)
 
-    @classmethod
-    def refusals(cls, request: Request) -> Iterator[str]:
-        yield from _unsupported(request)
-        if request.engine.optimizer is not None:
-            yield from _unsupported_matrices(request.engine.optimizer)
 
-    @classmethod
-    def warnings(cls, request: Request) -> Iterator[str]:
-        yield from _clipped_updates(request.engine.optimizer)
-
-    @classmethod
-    def is_wanted(cls, request: Request) -> bool:
-        return is_muon(request.engine.optimizer.optimizer)
-
-    def __init__(self, context: SetUpContext):
-        optimizer, matrices = context.optimizer, matrices_of(context.optimizer, context.layouts)
-        if matrices:
-            batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
-            self.transform = Orthogonalizer(matrices, batch_numel)
+def transform_of(context: SetUpContext) -> Optional[Orthogonalizer]:
+    """Returns what orthogonalizes gradients of matrices, or None if there are none, as with another optimizer."""
+    optimizer, matrices = context.optimizer, matrices_of(context.optimizer, context.layouts)
+    if is_muon(optimizer.optimizer):
         # Free the memory of steps without DeepCompile: nothing is pending. Here, only steps that are taken change the
         # momentum, in place.
         optimizer._muon_pending_momentum.clear()
+    batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
+    return Orthogonalizer(matrices, batch_numel) if matrices else None
 
-    def rules(self, others: List[Rule]) -> List[Rule]:
-        return [StandIn(others)]
+
+class StandIn:
+    """The rule that gives other rules a partition whose optimizer treats each element by itself."""
+
+    def __init__(self, others: List[Rule]):
+        self._others = others
+
+    def begin(self, partition: Partition) -> Optional[Step]:
+        if partition.step_is_unpatched:
+            optimizer, index = _stand_in(partition.optimizer, partition.index)
+            partition = dataclasses.replace(partition, optimizer=optimizer, index=index)
+        return first_step(self._others, partition)
 
 
-FEATURE = Muon
+def _stand_in(inner, index):
+    """Returns an optimizer that steps a parameter group element by element, and the group's index there.
+
+    This is the optimizer itself, unless it is DeepSpeed's Muon. Muon steps an update as SGD steps a gradient. Muon
+    steps its other groups by an Adam, which this call makes share Muon's groups and states.
+    """
+    if not is_muon(inner):
+        return inner, index
+    groups = inner.param_groups
+    if groups[index]["use_muon"]:
+        names = ("params", "lr", "weight_decay")
+        return torch.optim.SGD([{name: group[name] for name in names} for group in groups]), index
+    adam = inner.aux_optimizer
+    if adam is None:
+        return inner, index
+    # Share both again, as Muon's own step does: a load replaces them.
+    adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
+    return adam, sum(not group["use_muon"] for group in groups[:index])
 
 
 def _unsupported(request):
@@ -97,7 +120,7 @@ def _unsupported_matrices(optimizer):
         )
 
 
-def _clipped_updates(optimizer):
+def clipped_updates(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
     """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
     norm = norm_of_updates(matrices_of(optimizer, layouts_of(optimizer)))
     if 0 < optimizer.clip_grad < norm:

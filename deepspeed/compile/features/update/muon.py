@@ -3,7 +3,7 @@
 """DeepSpeed's Muon: turns the gradients of matrices into orthogonalized updates before their norm is taken.
 
 An update overwrites its gradient. The rest of the step treats each element by itself, so other rules run it
-(``stand_in.py``).
+(``muon_in_engine.py``).
 
 Each matrix has owners, which compute its update: the ranks in whose partitions DeepSpeed would have a part of it. So
 they keep the momentum that DeepSpeed's checkpoints have. Most matrices have one owner; the boundaries between n
@@ -142,12 +142,11 @@ class Orthogonalizer:
         late: List[Tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(max(map(len, batches))):
             of_ranks = [of_rank[number] if number < len(of_rank) else [] for of_rank in batches]
-            sent = [[(index, gradients.get(index, like)) for index in of_ranks[owner]] for owner in range(world)]
+            sent = [[gradients.get(index, like) for index in of_owner] for of_owner in of_ranks]
             awaited = [[matrices[index].shards[other] for index in of_ranks[rank]] for other in range(world)]
             received = _exchange(process_group, sent, [[numel for _, numel in part] for part in awaited], like)
-            updates = []
-            if of_ranks[rank]:
-                batch = of_ranks[rank]
+            updates: List[List[torch.Tensor]] = [[] for _ in range(world)]
+            if batch := of_ranks[rank]:
                 memory = like.new_empty(len(batch), matrices[batch[0]].numel)
                 places = [
                     row.narrow(0, first, numel)
@@ -160,28 +159,16 @@ class Orthogonalizer:
                 momentum_of_batch, momentum = momentum[: memory.numel()], momentum[memory.numel() :]
                 shape = (-1, *matrices[batch[0]].shape)
                 updated = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(memory.shape)
-                updates = [
-                    [
-                        (index, row.narrow(0, *matrices[index].shards[other]))
-                        for row, index in zip(updated, batch, strict=True)
-                        if matrices[index].owners[0] == rank
-                    ]
-                    for other in range(world)
-                ]
-            else:
-                updates = [[] for _ in range(world)]
+                pairs = [pair for pair in zip(updated, batch, strict=True) if matrices[pair[1]].owners[0] == rank]
+                for other, part in enumerate(updates):
+                    part += [row.narrow(0, *matrices[index].shards[other]) for row, index in pairs]
             # The first owner of each matrix sends its update.
-            targets = [
-                [
-                    (index, gradients.get(index, like))
-                    for index in of_ranks[owner]
-                    if matrices[index].owners[0] == owner
-                ]
-                for owner in range(world)
-            ]
-            sizes = [[target.numel() for _, target in of_owner] for of_owner in targets]
+            senders = enumerate(of_ranks)
+            updated_by = [[index for index in own if matrices[index].owners[0] == owner] for owner, own in senders]
+            sizes = [[matrices[index].shards[rank][1] for index in of_owner] for of_owner in updated_by]
             received = _exchange(process_group, updates, sizes, like)
-            for (index, target), update in zip(itertools.chain(*targets), received, strict=True):
+            for index, update in zip(itertools.chain(*updated_by), received, strict=True):
+                target = gradients.get(index, like)
                 if len(matrices[index].owners) > 1:
                     late.append((target, update))
                 else:
@@ -234,7 +221,7 @@ def _exchange(process_group, sent, awaited, like):
     """Sends parts of matrices to other ranks. All ranks of the process group call it.
 
     Args:
-        sent: for each rank, (index of the matrix, part), each 1-D.
+        sent: for each rank, the parts that go to it, each 1-D.
         awaited: for each rank, the elements of each part that comes from it.
         like: an empty tensor of the dtype and on the device of gradients.
 
@@ -242,7 +229,7 @@ def _exchange(process_group, sent, awaited, like):
         the parts that have come, 1-D, in the order of ranks.
     """
     sizes = list(itertools.chain(*awaited))
-    outgoing = torch.cat([like, *(part for of_rank in sent for _, part in of_rank)])
+    outgoing = torch.cat([like, *itertools.chain(*sent)])
     if len(sent) == 1:
         return list(outgoing.split(sizes))
     memory = like.new_empty(sum(sizes))
@@ -251,7 +238,7 @@ def _exchange(process_group, sent, awaited, like):
             memory,
             outgoing,
             output_split_sizes=[sum(of_rank) for of_rank in awaited],
-            input_split_sizes=[sum(part.numel() for _, part in of_rank) for of_rank in sent],
+            input_split_sizes=[sum(part.numel() for part in of_rank) for of_rank in sent],
             group=process_group,
         )
     return list(memory.split(sizes))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import deepspeed
-from deepspeed.compile.features.muon.muon import MOMENTUM, _update, norm_of_updates
+from deepspeed.compile.features.update.muon import MOMENTUM, _update, norm_of_updates
 
 from support.beside import logged
 from support.ids import vary
@@ -111,7 +111,7 @@ def errors_of(actual, expected):
     return [relative_error(*pair) for pair in zip(actual, expected, strict=True)]
 
 
-@vary("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@vary("world", [2], slow=[3])
 @vary("saves", ["DeepCompile", "DeepSpeed"])
 @on_ranks("world")
 def test_checkpoints_go_both_ways(tmp_path, world, saves):

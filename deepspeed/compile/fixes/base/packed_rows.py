@@ -1,0 +1,78 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps texts of a row, and tokens that are far apart, from attending to each other where ranks share a sequence.
+
+To DeepSpeed: ``UlyssesSPAttentionHF`` drops the mask of transformers. Only flash-attention then reads in
+``position_ids`` where texts begin, and takes ``sliding_window``. With "sdpa" a packed row trains as one text, and each
+layer attends to all tokens before. Please make a mask of the gathered positions. With "flex_attention" it is the same.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Optional
+
+import torch
+from torch.nn import Module
+
+from deepspeed.utils import logger
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+FLEX = (
+    "a row holds several texts, which attend to each other where ranks share sequences and attn_implementation is "
+    "'flex_attention'; use 'sdpa' or 'flash_attention_2'"
+)
+
+
+def look(attention: Optional["UlyssesSPAttentionHF"], position_ids: torch.Tensor) -> None:
+    """Tells ``attention`` if a row holds several texts. All ranks of a sequence call it with the same whole rows.
+
+    Later rows count as such too, so that code that is compiled need not ask.
+
+    Args:
+        attention: of a model that shares sequences, or None if there is none.
+        position_ids: int64 [rows, tokens].
+    """
+    if attention is None or attention.rows_are_packed:
+        return
+    # A row may end in padding, of which all positions are 0.
+    if bool(((position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)).any()):
+        attention.rows_are_packed = True
+        if attention.core_attn_implementation == "flex_attention":
+            _warn()
+
+
+@functools.cache
+def _warn():
+    logger.warning(FLEX)
+
+
+def mask(
+    attention: "UlyssesSPAttentionHF",
+    module: Module,
+    position_ids: torch.Tensor,
+    given: Optional[torch.Tensor],
+    window: Optional[int],
+) -> Optional[torch.Tensor]:
+    """Returns which tokens attend to which, bool [rows, 1, tokens, tokens], or ``given`` if that needs no saying.
+
+    Args:
+        module: the model's own attention. If its ``is_causal`` is false, tokens attend to later ones as to earlier.
+        position_ids: of whole rows, int64 [rows, tokens].
+        given: what DeepSpeed would take.
+        window: to how many tokens a token attends, itself and those before it; None: to all.
+    """
+    packed, tokens = attention.rows_are_packed, position_ids.shape[1]
+    if attention.core_attn_implementation != "sdpa" or not (packed or window is not None and tokens > window):
+        return given
+    places = torch.arange(tokens, device=position_ids.device)
+    # Only bool has a value for each pair of tokens.
+    query, farthest = places[:, None], tokens if window is None else window
+    last = query if getattr(module, "is_causal", True) else query + farthest - 1
+    seen = (places <= last)[None]
+    if window is not None:
+        seen = seen & (places > query - window)
+    if packed:
+        texts = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
+        seen = seen & (texts[:, :, None] == texts[:, None])
+    return seen[:, None]
