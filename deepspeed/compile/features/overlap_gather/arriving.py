@@ -9,6 +9,7 @@ Two kinds of code read without waiting: code that uses an older tensor with the 
 not check the parameter for ``__torch_function__``.
 """
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Type
 
@@ -47,9 +48,11 @@ def put_in_front(tensor: torch.Tensor, kind: Any, **attributes: Any) -> None:
 
 def take_from_front(tensor: torch.Tensor, kind: Any, attribute: str) -> None:
     """Undoes :func:`put_in_front`. A pickle of the tensor has all of its attributes."""
-    if isinstance(tensor, kind):
-        tensor.__class__ = tensor.own_class
-        delattr(tensor, attribute)
+    of_tensor: Any = type(tensor)
+    # Another thread may do the same.
+    if issubclass(of_tensor, kind):
+        tensor.__class__ = of_tensor.own_class
+        vars(tensor).pop(attribute, None)
 
 
 @functools.cache
@@ -68,10 +71,10 @@ class Arriving(InFront):
         return cls.own_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle contains all attributes, so wait first, which removes `_arrival`.
+        # A pickle contains all attributes, and without the class there is no `_arrival`.
         kind: Any = type(self).own_class
-        _wait_for(self)
-        return kind.__reduce_ex__(self, protocol)
+        with _arrived(self):
+            return kind.__reduce_ex__(self, protocol)
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -80,8 +83,10 @@ class Arriving(InFront):
         if not torch.compiler.is_dynamo_compiling():
             if is_traced():
                 wait_in_guards()
-            if function not in WITHOUT_VALUES and not _wait_for((args, kwargs)):
-                return function(*args, **kwargs)
+            if function not in WITHOUT_VALUES:
+                with _arrived((args, kwargs)) as have_own_classes:
+                    if have_own_classes:
+                        return function(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -92,18 +97,30 @@ def is_traced() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
-def _wait_for(arguments: Any) -> bool:
-    """Waits for the parameters among arguments. Returns whether a tensor is still :class:`Arriving`.
+@contextlib.contextmanager
+def _arrived(arguments: Any) -> Iterator[bool]:
+    """Waits for the parameters among arguments, which have their own class within the context.
 
-    Such a tensor was never sent, or Dynamo inspects it while it traces: guards must read the class from before.
+    Yields:
+        whether no tensor among arguments is still :class:`Arriving`. Such a tensor was never sent, or Dynamo inspects
+        it while it traces: guards must read the class from before.
     """
+    # Another thread may have waited for a parameter by now.
+    sent = [
+        (parameter, arrival)
+        for parameter in _arriving_among(arguments)
+        if (arrival := getattr(parameter, "_arrival", None)) is not None
+    ]
     keeps = is_traced()
-    for parameter in _arriving_among(arguments):
-        # Another thread may have waited for the parameter by now.
-        arrival = getattr(parameter, "_arrival", None)
-        if arrival is not None:
-            (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
-    return any(True for _ in _arriving_among(arguments))
+    for _, arrival in sent:
+        (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
+    if not keeps:
+        unmark([parameter for parameter, _ in sent])
+    try:
+        yield not any(True for _ in _arriving_among(arguments))
+    finally:
+        for parameter, arrival in sent:
+            arrival.gather.mark_again(parameter, arrival)
 
 
 def _arriving_among(value: Any) -> Iterator["Arriving"]:

@@ -225,7 +225,17 @@ class OverlapGather(Feature, AllGather):
                     self.receive(unit)
 
     def arrive(self, unit: int) -> None:
-        self.wait((unit,))
+        with self._lock:
+            self.receive(unit)
+            # On a GPU, another stream may read the parameters next, and must wait too. There the forward gives the
+            # class back, because guards of compiled blocks read it.
+            if self._stream is None:
+                self._give_back(unit)
+
+    def mark_again(self, parameter: torch.Tensor, arrival: Arrival) -> None:
+        with self._lock:
+            if arrival.unit in self._works:
+                mark([parameter], arrival)
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:
