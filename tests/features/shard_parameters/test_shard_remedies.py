@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
-from deepspeed.compile.zero_1_and_2.parameter.carrier import Collectives
+from deepspeed.compile.zero_1_and_2.parameter.carrier import carrier_of
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from support.beside import warnings_logged
@@ -323,7 +323,8 @@ def gathers_that_cannot_begin():
     """Returns what two forwards say when gathers fail at once, and how many units are on their way."""
     _, engine = make("all")
     sharded = feature.sharded_blocks(engine)
-    with mock.patch.object(Collectives, "gather", side_effect=RuntimeError("the process group has gone")):
+    fails = RuntimeError("the process group has gone")
+    with mock.patch.object(type(carrier_of(engine.optimizer, 0)), "gather", side_effect=fails):
         said = [outcome(engine, batch(0, 0, 0, 4)) for _ in range(2)]
     return said, len(sharded.whole._is_kept)
 

@@ -79,8 +79,9 @@ class OverlapGather(Feature, AllGather):
         self._works: Dict[int, Tuple[list, set]] = {}
         # Two threads of the caller may read one parameter.
         self._lock = threading.RLock()
-        # The stream on which the units were sent.
+        # The stream on which the units were sent, and the number of its device. None on a CPU.
         self._stream: Any = None
+        self._device = context.optimizer.bit16_groups_flat[0].device.index
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
         # How many tensors beside parameters each group's flat tensor had at the last look for aliases.
@@ -204,19 +205,19 @@ class OverlapGather(Feature, AllGather):
 
     def receive(self, unit: int) -> None:
         with self._lock:
-            stream, (works, waited) = get_accelerator().current_stream(), self._works.get(unit, ((), set()))
+            # Name the device: in a thread of the caller's, another one may be current.
+            stream = get_accelerator().current_stream(self._device)
+            works, waited = self._works.get(unit, ((), set()))
             if stream in waited:
                 return
-            elsewhere = bool(works) and stream != self._stream
+            streams = {stream, self._stream}
             # Keep the works until the parameters have their class again: another stream of the caller's may read them
             # next, and must wait too. If a wait raised, every later one must raise, because nobody may use them.
             for work in works:
-                with collective(PURPOSE):
-                    work.wait()
-                    if elsewhere:
-                        with get_accelerator().stream(self._stream):
-                            work.wait()
-            waited.update((stream, self._stream))
+                for waiting in streams:
+                    with collective(PURPOSE), get_accelerator().stream(waiting):
+                        work.wait()
+            waited.update(streams)
 
     def receive_all(self) -> None:
         if self._works:
