@@ -259,7 +259,10 @@ void Reducer::keep_early(ParameterRecord& record, int64_t awaited, const at::Ten
     // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. One
     // gradient may be larger than a bucket. Which gradient came last does not matter, because a hook of one rank
     // changes that.
-    while (early_count_ > 1 && early_numel_ > options_.bucket_numel && records_[order_.next()->index].received == 0) {
+    // Where ranks gather parameters while a backward runs, another rank may have sent what this one keeps, and its
+    // stream waits for that before the next gather, for which this rank's stream waits. So keep nothing there.
+    const int64_t limit = hides_unreachable_ && options_.hold_on_cpu ? 0 : options_.bucket_numel;
+    while (early_count_ > 1 && early_numel_ > limit && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
         send_due_turns();

@@ -189,7 +189,8 @@ void Reducer::begin_backward(bool reduces)
     state_ = BackwardState::running;
     watch_graph_task();
     // Reentrant checkpointing hides the parameters of checkpointed modules from this graph.
-    if (reduces && find_unreachable(is_first) && leads_to_checkpoints()) {
+    hides_unreachable_ = reduces && find_unreachable(is_first) && leads_to_checkpoints();
+    if (hides_unreachable_) {
         for (auto& record : records_) { record.unreachable = false; }
     }
 }

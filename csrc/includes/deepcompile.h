@@ -745,8 +745,9 @@ private:
     Agreement agreement_;
     BucketQueue buckets_;
     SendOrder order_;
-    int64_t early_count_ = 0;  ///< parameters whose gradients are early
-    int64_t early_numel_ = 0;  ///< their elements
+    int64_t early_count_ = 0;         ///< parameters whose gradients are early
+    int64_t early_numel_ = 0;         ///< their elements
+    bool hides_unreachable_ = false;  ///< whether parameters without a gradient are unknown in this backward
     /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
     std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
     int from_graphs_of_ = -1;  ///< autograd's number of that task

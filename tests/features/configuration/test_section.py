@@ -318,6 +318,7 @@ KNOWN_AT_THE_BEGINNING = [
     ({**REMAINDERS}, {}, "needs parameters in bf16, and there are some in torch.float32"),
     ({**REMAINDERS}, {**BF16, **AUTOCAST}, "leaves out the optimizer's own step()"),
     ({**REMAINDERS}, {**BF16, **OFFLOADED}, "saves memory of the device"),
+    ({}, {**AUTOCAST, "zero_optimization": {"compute_grad_norm": False}}, "lets each rank decide by itself whether"),
     ({}, {**MUON, **OFFLOADED}, "zero_optimization.offload_optimizer is not supported with Muon"),
     ({}, {**MUON, **ELASTIC}, "zero_optimization.elastic_checkpoint cuts Muon's momentum"),
     ({}, {**MUON, **AUTOCAST}, "torch_autocast in fp16 divides Muon's updates"),

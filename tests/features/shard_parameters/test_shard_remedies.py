@@ -336,6 +336,18 @@ def test_a_gather_that_cannot_begin():
         assert begun == 0
 
 
+@on_ranks(2, timeout=120)
+def test_an_engine_that_one_rank_has_not_collected():
+    """A rank that has would gather its parameters while the other raises."""
+    module, engine = make("all")
+    sharded = feature.sharded_blocks(engine)
+    # As the end of an engine that Python collects leaves it.
+    sharded.is_closed = dist.get_rank() == 0
+    assert "another engine trains this model" in outcome(another_engine, module, "all")
+    engine.destroy()
+    another_engine(module, "all").destroy()
+
+
 @on_ranks(2)
 def test_the_end_of_a_program_warns_of_nothing(tmp_path):
     """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""

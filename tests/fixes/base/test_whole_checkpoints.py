@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import signal
 import time
 from unittest import mock
@@ -324,3 +325,45 @@ def test_errors_that_files_are_not_to_blame_for(tmp_path):
     writer.save({"a": 1}, str(path))
     with mock.patch("torch.load", side_effect=MemoryError("all of it")), pytest.raises(MemoryError, match="all of it"):
         writer.load(str(path))
+
+
+@vary("missing", ["latest", "tag", "weights"])
+@on_ranks(2)
+def test_ranks_that_find_other_checkpoints(tmp_path, missing):
+    """Where hosts have folders of their own, a rank would go on with new weights, and the other wait for it."""
+    run, folder = Run("FillsPartition", stage=1), tmp_path / "all"
+    engine = train_and_save(run, str(folder), "one")
+    engine.save_checkpoint(str(folder), tag="two")
+    # What the second rank's host has.
+    if dist.get_rank():
+        own = tmp_path / "own"
+        shutil.copytree(folder, own)
+        if missing == "latest":
+            (own / "latest").unlink()
+        elif missing == "weights":
+            (own / "two" / "mp_rank_00_model_states.pt").unlink()
+        folder = own
+    # The first rank reads what the second one copies.
+    dist.barrier()
+    tag = "one" if missing == "tag" and dist.get_rank() else None
+    said = outcome(engine.load_checkpoint, str(folder), tag=tag)
+    differs = {
+        "latest": "this rank no checkpoint, because it finds no file latest in",
+        "tag": "this rank the checkpoint one",
+    }
+    assert differs.get(missing, "FileNotFoundError: ") in said
+    if missing != "weights":
+        assert "the first rank loads the checkpoint two, and " in said and "give all the same tag" in said
+    # Weights alone are no matter of all ranks.
+    if missing != "weights":
+        assert outcome(engine.load_checkpoint, str(folder), tag="two", load_module_only=True) is None
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_one_rank_asks_for_latest(tmp_path):
+    """The first rank alone writes the file latest, and would wait for the others before."""
+    engine = train_and_save(Run("FillsPartition", stage=1), str(tmp_path), "one")
+    engine.save_checkpoint(str(tmp_path), tag="two", save_latest=dist.get_rank() == 0)
+    assert (tmp_path / "latest").read_text() == "two"
+    engine.destroy()

@@ -63,6 +63,10 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module, args: Any
         engine._set_distributed_vars(args)
         engine._set_client_model(module)
         _refuse(engine, ranks_of_one_model(engine))
+        # What follows depends on these: which messages ranks send, and in which order.
+        sections = {"compile": engine._config.compile_config, "zero_optimization": engine._config.zero_config}
+        own = [(f"the section {name}", _options(section)) for name, section in sections.items()]
+        _compare("configurations", own, ranks_of_one_model(engine))
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
@@ -143,17 +147,19 @@ def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Op
 
 def _compare(what, own, group):
     # Import here, as in _refuse().
-    from ...zero_1_and_2.collectives import collective, every_rank_raises
+    from ...zero_1_and_2.collectives import every_rank_raises, of_first_rank
 
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    first_traits: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
-    with collective(f"learn whether the {what} of all ranks are the same"):
-        torch.distributed.broadcast_object_list(first_traits, src=first, group=group)
-    assert first_traits[0] is not None
+    first_traits: List[Tuple[str, Traits]] = of_first_rank(own, f"{what} of all ranks", group)
     with every_rank_raises("make an engine", group):
-        difference = _difference(dict(own), dict(first_traits[0]), first)
+        difference = _difference(dict(own), dict(first_traits), first)
         if difference:
             raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
+
+
+def _options(section):
+    # Each rank may write its pictures elsewhere.
+    return {name: str(value if name != "memory_picture" else value is not None) for name, value in section}
 
 
 def _traits(module, with_buffers):

@@ -105,6 +105,12 @@ def _unsupported_engines(engine):
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates "
             "in fp32, or grad_accum_dtype='bf16'"
         )
+    autocasts = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    if autocasts and not engine.zero_compute_grad_norm():
+        yield (
+            "zero_optimization.compute_grad_norm=false lets each rank decide by itself whether torch_autocast in fp16 "
+            "skips a step; leave it out, or set torch_autocast.dtype to bfloat16"
+        )
     if engine._config.compile_config.autoep_non_moe:
         yield (
             "compile.autoep_non_moe=true compiles without DeepCompile; leave it out, or set compile.deepcompile to "

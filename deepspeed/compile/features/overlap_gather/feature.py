@@ -154,6 +154,9 @@ class OverlapGather(Feature, AllGather):
                     return True
         return False
 
+    def runs(self) -> List[List[List[Tuple[int, int]]]]:
+        return self._runs
+
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         # A forward needs the first unit before it begins.
         world = layouts_of(self._optimizer())[group].world

@@ -18,9 +18,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.subclasses import BROADCAST_LATER
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
+from ..configuration.initialize import ranks_of_one_model
 from .at_rest import Resharded, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .on_first_rank import OnFirstRank, on_first_rank
@@ -39,13 +41,18 @@ def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
     Raises:
         ValueError: if both engines are to train the parameters.
     """
-    owners = (owner_of(parameter) for parameter in engine.module.parameters())
-    for owner in dict.fromkeys(owner for owner in owners if owner is not None):
-        if _trains(engine) and not owner.is_closed:
+    found = (owner_of(parameter) for parameter in engine.module.parameters())
+    owners = list(dict.fromkeys(owner for owner in found if owner is not None))
+    if not owners:
+        return
+    # An engine that nobody destroyed is closed when Python collects it, on each rank at another time.
+    with every_rank_raises("make an engine", ranks_of_one_model(engine)):
+        if _trains(engine) and not all(owner.is_closed for owner in owners):
             raise ValueError(
                 "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
                 "call destroy() of that engine first, on all ranks"
             )
+    for owner in owners:
         owner.give_up()
 
 

@@ -34,6 +34,7 @@ EDITS = {
         "\n    def _optimized_linear_offload_setup": "        timeouts.shorten_timeouts(self)\n...",
         # whole_checkpoints.py
         "    def save_checkpoint(self, save_dir, tag=None,": "    @whole_checkpoints.tells_which_is_whole\n...",
+        "    def load_checkpoint(self,\n": "    @whole_checkpoints.loads_one_checkpoint\n...",
         (
             "            self.checkpoint_engine.commit(commit_info)\n"
             "            if save_latest and self.global_rank == 0:\n"

@@ -67,7 +67,7 @@ class BackwardLife:
         self._restarts_at: Optional[int] = None  # the value to which the next backward resets `engine.micro_steps`
         # Whether a backward has begun in the current region, the scope of engine.coalesce_grad_reduction().
         self._in_region = False
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_drop = False
         # The reducer may outlive this object, and must not keep it alive.
         begin = weakref.WeakMethod(self.begin_unannounced)
         reducer.listen(lambda: (call := begin()) is not None and call())
@@ -215,6 +215,21 @@ class BackwardLife:
         engine = self._engine()
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
+
+    def drop_by_caller(self) -> None:
+        """Called when the caller drops gradients. Warns once where DeepSpeed without DeepCompile keeps them."""
+        engine, step = self._engine(), self._step
+        is_within = step.backwards and engine.micro_steps % engine.gradient_accumulation_steps()
+        # In ZeRO-1 parameters hold the gradients, and lose them there too.
+        keeps = self._optimizer().partition_gradients and is_within and not self._is_complete
+        keeps = keeps and not step.caller_defines_step
+        if keeps and not self._has_warned_of_drop:
+            self._has_warned_of_drop = True
+            logger.warning(
+                "zero_grad() between two micro-batches of a step has dropped the gradients of the first, which "
+                "DeepSpeed without DeepCompile keeps; call it before the first micro-batch of a step, or not at all"
+            )
+        self.drop_step()
 
     def drop_step(self) -> None:
         """Drops every gradient of the step, and forgets which of its backwards were dropped before."""

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ..collectives import every_rank_raises
 from ..feature import classes
 from ..layout import Layout
 from ..parameter.carrier import carrier_of
@@ -123,8 +124,9 @@ def _adopt_group(optimizer, group, layout):
     master, flat = optimizer.single_partition_of_fp32_groups[group], optimizer.bit16_groups_flat[group]
     values = optimizer.masters_from_base(group)
     if optimizer.cpu_offload and optimizer.cpu_offload_pin_memory:
-        get_accelerator().unpin_memory(master)
-        values = get_accelerator().pin_memory(values)
+        with every_rank_raises("pin master weights", optimizer.real_dp_process_group[group]):
+            get_accelerator().unpin_memory(master)
+            values = get_accelerator().pin_memory(values)
     master.data = values
     # Views of the base's flat tensor, which is to go.
     optimizer.parallel_partitioned_bit16_groups[group] = []
