@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# Properties of a tensor on a rank: name -> value.
+# Options of the section ``compile``, and of ``zero_optimization``, by which ranks send other messages.
+_SENDING = (
+    *("regional_compilation", "overlap_param_gather", "shard_parameters", "keep_gathered", "copy_engines"),
+    *("optimizer_states", "store_param_remainders"),
+)
+_SENDING_OF_ZERO = ("stage", "reduce_bucket_size", "round_robin_gradients", "compute_grad_norm")
+# Properties of a tensor or an option on a rank: name -> value.
 Traits = Dict[str, str]
 
 
@@ -63,10 +69,7 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module, args: Any
         engine._set_distributed_vars(args)
         engine._set_client_model(module)
         _refuse(engine, ranks_of_one_model(engine))
-        # What follows depends on these: which messages ranks send, and in which order.
-        sections = {"compile": engine._config.compile_config, "zero_optimization": engine._config.zero_config}
-        own = [(f"the section {name}", _options(section)) for name, section in sections.items()]
-        _compare("configurations", own, ranks_of_one_model(engine))
+        _compare("configurations", _options(engine), ranks_of_one_model(engine))
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
@@ -157,9 +160,15 @@ def _compare(what, own, group):
             raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
 
 
-def _options(section):
-    # Each rank may write its pictures elsewhere.
-    return {name: str(value if name != "memory_picture" else value is not None) for name, value in section}
+def _options(engine):
+    """Lists the options by which ranks decide what they send, and in which order. A host may differ in others."""
+    of_compile, of_zero = engine._config.compile_config, engine._config.zero_config
+    options = [(f"compile.{name}", getattr(of_compile, name, None)) for name in _SENDING]
+    options += [(f"zero_optimization.{name}", getattr(of_zero, name)) for name in _SENDING_OF_ZERO]
+    # Each rank may write its pictures elsewhere, and pin memory or not.
+    options.append(("compile.memory_picture", getattr(of_compile, "memory_picture", None) is not None))
+    options.append(("zero_optimization.offload_optimizer", engine.zero_cpu_offload()))
+    return [(name, {"value": str(value)}) for name, value in options]
 
 
 def _traits(module, with_buffers):

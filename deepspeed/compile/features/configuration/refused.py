@@ -106,7 +106,7 @@ def _unsupported_engines(engine):
             "in fp32, or grad_accum_dtype='bf16'"
         )
     autocasts = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
-    if autocasts and not engine.zero_compute_grad_norm():
+    if autocasts and not engine.zero_compute_grad_norm() and dist.get_world_size() > 1:
         yield (
             "zero_optimization.compute_grad_norm=false lets each rank decide by itself whether torch_autocast in fp16 "
             "skips a step; leave it out, or set torch_autocast.dtype to bfloat16"

@@ -24,7 +24,7 @@ from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from ..blocks.feature import Blocks, chosen_blocks
 from ..blocks.parameters import by_block, held_by_scripts
-from .arriving import Arrival, can_be_marked, mark, unmark
+from .arriving import Arrival, Arriving, can_be_marked, mark, put_in_front, unmark
 from .guards_of_callers import all_guards
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class OverlapGather(Feature, AllGather):
     def mark_again(self, parameter: torch.Tensor, arrival: Arrival) -> None:
         with self._lock:
             if arrival.unit in self._works:
-                mark([parameter], arrival)
+                put_in_front(parameter, Arriving, _arrival=arrival)
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:

@@ -124,21 +124,21 @@ def loads_one_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_other_checkpoints(engine, folder, tag):
-    name = checkpoint_files.LATEST + ("_universal" if engine.load_universal_checkpoint() else "")
-    own = checkpoint_files.read_latest(folder, name) if tag is None else str(tag)
-    first = of_first_rank(own, "checkpoints that the ranks load")
-    with every_rank_raises("find its files of the checkpoint"):
-        if own != first:
+    group = engine.seq_data_parallel_group
+    with every_rank_raises("find the checkpoint", group):
+        name = checkpoint_files.LATEST + ("_universal" if engine.load_universal_checkpoint() else "")
+        own = checkpoint_files.read_latest(folder, name) if tag is None else str(tag)
+    first = of_first_rank(own, "checkpoints of all ranks", group)
+    with every_rank_raises("find its files of the checkpoint", group):
+        # A program may give each host a tag of its own.
+        if tag is None and own != first:
+            found = f"reads the tag {own} in" if own else "can read no tag in"
             raise ValueError(
-                f"the first rank loads {_named(first, name)}, and this rank {_named(own, name)} in {folder}; let all "
-                "ranks see the same files, or give all the same tag"
+                f"this rank {found} {os.path.join(folder, name)}, and the first rank loads the checkpoint {first}; "
+                "let all ranks see the same files, or give the tag"
             )
         if own is not None and not engine._get_all_ckpt_names(folder, own):
             refuse(engine._get_ckpt_name(folder, own))
-
-
-def _named(tag, name):
-    return f"no checkpoint, because it finds no file {name}" if tag is None else f"the checkpoint {tag}"
 
 
 def refuse(path: str) -> NoReturn:

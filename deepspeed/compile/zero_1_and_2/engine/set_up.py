@@ -117,9 +117,9 @@ def _refuse_other_gathers(runs, group):
     with every_rank_raises("set an engine up", group):
         if runs != of_first:
             raise ValueError(
-                f"this rank gathers parameters in another order than the first one (units: {len(runs)} and "
-                f"{len(of_first)}), because other blocks are to be compiled; build the same model on every rank, "
-                "with the same forwards, or set compile.overlap_param_gather to false"
+                "this rank gathers parameters in another order than the first rank, because it is to compile other "
+                "blocks; build the same model on every rank, with the same forwards, or set "
+                "compile.overlap_param_gather to false"
             )
 
 

@@ -17,6 +17,7 @@ import torch
 from deepspeed.utils import logger
 
 from ..layout import Layout
+from ..messages import warn
 from ..parameter.placement import Placement
 from .native import Reducer
 from .views import PartitionViews
@@ -218,15 +219,13 @@ class BackwardLife:
 
     def drop_by_caller(self) -> None:
         """Called when the caller drops gradients. Warns once where DeepSpeed without DeepCompile keeps them."""
-        engine, step = self._engine(), self._step
-        is_within = step.backwards and engine.micro_steps % engine.gradient_accumulation_steps()
+        step = self._step
         # In ZeRO-1 parameters hold the gradients, and lose them there too.
-        keeps = self._optimizer().partition_gradients and is_within and not self._is_complete
-        keeps = keeps and not step.caller_defines_step
-        if keeps and not self._has_warned_of_drop:
+        keeps = self._optimizer().partition_gradients and step.backwards and not self._is_complete
+        if keeps and not step.caller_defines_step and not self._has_warned_of_drop:
             self._has_warned_of_drop = True
-            logger.warning(
-                "zero_grad() between two micro-batches of a step has dropped the gradients of the first, which "
+            warn(
+                "zero_grad() between the micro-batches of a step has dropped the gradients of those before, which "
                 "DeepSpeed without DeepCompile keeps; call it before the first micro-batch of a step, or not at all"
             )
         self.drop_step()

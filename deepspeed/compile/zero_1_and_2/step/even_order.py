@@ -123,10 +123,12 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
 def _adopt_group(optimizer, group, layout):
     master, flat = optimizer.single_partition_of_fp32_groups[group], optimizer.bit16_groups_flat[group]
     values = optimizer.masters_from_base(group)
-    if optimizer.cpu_offload and optimizer.cpu_offload_pin_memory:
+    if optimizer.cpu_offload:
         with every_rank_raises("pin master weights", optimizer.real_dp_process_group[group]):
-            get_accelerator().unpin_memory(master)
-            values = get_accelerator().pin_memory(values)
+            # A host may have no memory to pin.
+            if optimizer.cpu_offload_pin_memory:
+                get_accelerator().unpin_memory(master)
+                values = get_accelerator().pin_memory(values)
     master.data = values
     # Views of the base's flat tensor, which is to go.
     optimizer.parallel_partitioned_bit16_groups[group] = []
