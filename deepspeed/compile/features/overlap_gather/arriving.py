@@ -9,7 +9,6 @@ Two kinds of code read without waiting: code that uses an older tensor with the 
 not check the parameter for ``__torch_function__``.
 """
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any, Iterable, Iterator, NamedTuple, Optional, Type
 
@@ -72,23 +71,18 @@ class Arriving(InFront):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # A pickle contains all attributes, and without the class there is no `_arrival`.
-        kind: Any = type(self).own_class
-        with _arrived(self):
-            return kind.__reduce_ex__(self, protocol)
+        return _with_values(type(self).own_class.__reduce_ex__, (self, protocol), {})
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         # Dynamo traces this branch too. There guards wait.
         if not torch.compiler.is_dynamo_compiling():
             if is_traced():
                 wait_in_guards()
             if function not in WITHOUT_VALUES:
-                with _arrived((args, kwargs)) as have_own_classes:
-                    if have_own_classes:
-                        return function(*args, **kwargs)
+                return _with_values(function, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+            return function(*args, **kwargs or {})
 
 
 def is_traced() -> bool:
@@ -97,27 +91,23 @@ def is_traced() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
-@contextlib.contextmanager
-def _arrived(arguments: Any) -> Iterator[bool]:
-    """Waits for the parameters among arguments, which have their own class within the context.
+def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
+    """Waits for the parameters among arguments, and calls a function for which they have their own class.
 
-    Yields:
-        whether no tensor among arguments is still :class:`Arriving`. Such a tensor was never sent, or Dynamo inspects
-        it while it traces: guards must read the class from before.
+    Not a tensor that was never sent, nor any while Dynamo traces: then guards must read the class from before.
     """
+    found = list(_arriving_among((args, kwargs) if kwargs else args))
     # Another thread may have waited for a parameter by now.
-    sent = [
-        (parameter, arrival)
-        for parameter in _arriving_among(arguments)
-        if (arrival := getattr(parameter, "_arrival", None)) is not None
-    ]
+    sent = [(parameter, arrival) for parameter in found if (arrival := getattr(parameter, "_arrival", None))]
     keeps = is_traced()
     for _, arrival in sent:
         (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
-    if not keeps:
-        unmark([parameter for parameter, _ in sent])
+    if keeps or len(sent) < len(found):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    unmark(found)
     try:
-        yield not any(True for _ in _arriving_among(arguments))
+        return function(*args, **kwargs)
     finally:
         for parameter, arrival in sent:
             arrival.gather.mark_again(parameter, arrival)

@@ -231,9 +231,10 @@ class OverlapGather(Feature, AllGather):
     def arrive(self, unit: int) -> None:
         with self._lock:
             self.receive(unit)
-            # On a GPU, another stream may read the parameters next, and must wait too. There the forward gives the
-            # class back, because guards of compiled blocks read it.
-            if self._stream is None:
+            # On a GPU, another stream may read the parameters next, and must wait until they are there. The forward gives
+            # the class back earlier, because guards of compiled blocks read it.
+            works, _ = self._works.get(unit, ((), set()))
+            if self._stream is None or all(map(_is_over, works)):
                 self._give_back(unit)
 
     def mark_again(self, parameter: torch.Tensor, arrival: Arrival) -> None:
@@ -261,6 +262,11 @@ class OverlapGather(Feature, AllGather):
         finally:
             for unit in list(self._works):
                 self._give_back(unit)
+
+
+def _is_over(work):
+    """Whether a device has done what :meth:`AllGather.begin` has begun. Some of it is an event."""
+    return work.query() if hasattr(work, "query") else work.is_completed()
 
 
 def _tensors_beside_parameters(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]:
