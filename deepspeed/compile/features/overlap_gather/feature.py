@@ -231,8 +231,8 @@ class OverlapGather(Feature, AllGather):
     def arrive(self, unit: int) -> None:
         with self._lock:
             self.receive(unit)
-            # On a GPU, another stream may read the parameters next, and must wait until they are there. The forward gives
-            # the class back earlier, because guards of compiled blocks read it.
+            # On a GPU, another stream may read the parameters next, and must wait until they are there. The forward
+            # gives the class back earlier, because guards of compiled blocks read it.
             works, _ = self._works.get(unit, ((), set()))
             if self._stream is None or all(map(_is_over, works)):
                 self._give_back(unit)
