@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -152,10 +153,14 @@ def check(results):
 
 @vary(
     "accumulation, script, counted",
-    [(1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBDSFBS", (1,)), (2, "FBSFBDFBS", (2,))],
+    [
+        *((1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBDSFBS", (1,))),
+        *((2, "FBSFBDFBS", (2,)), (2, "DFBSFBS", (0, 1))),
+    ],
     expects="counted",
 )
 @vary("stage", [1, 2])
+@pytest.mark.follows("call it before the first micro-batch of a step, or not at all")
 def test_dropped(ranks, accumulation, script, counted, stage):
     """One of the ways to drop gradients would leave what graphs have reduced, which the next step then adds. Or nobody
     would learn that a program which drops them for each micro-batch trains otherwise than without DeepCompile."""

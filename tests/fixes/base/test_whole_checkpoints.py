@@ -328,6 +328,7 @@ def test_errors_that_files_are_not_to_blame_for(tmp_path):
         writer.load(str(path))
 
 
+@pytest.mark.follows("let all ranks see the same files, or give the tag")
 @vary("missing", ["latest", "weights"])
 @on_ranks(2)
 def test_ranks_that_find_other_checkpoints(tmp_path, missing):

@@ -22,7 +22,6 @@ from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
-from ..configuration.initialize import ranks_of_one_model
 from .at_rest import Resharded, refusal_of, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .on_first_rank import OnFirstRank, on_first_rank
@@ -46,7 +45,7 @@ def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
     if not owners:
         return
     # An engine that nobody destroyed is closed when Python collects it, on each rank at another time.
-    with every_rank_raises("make an engine", ranks_of_one_model(engine)):
+    with every_rank_raises("make an engine", owners[0].process_group):
         if _trains(engine) and not all(owner.is_closed for owner in owners):
             raise ValueError(
                 "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
