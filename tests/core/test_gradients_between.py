@@ -16,10 +16,14 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+
 from support.beside import Beside, Outcome, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY
-from support.training import BOUND, Case, batch, relative_error
+from support.on_ranks import on_ranks
+from support.options import outcome
+from support.training import BOUND, Case, batch, held, relative_error
 
 
 class Step(NamedTuple):
@@ -193,6 +197,22 @@ def test_steps_that_are_not_taken(ranks, deepcompile, accumulation, stage):
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
     for result in check(ranks(2).run(train, case, NOT_TAKEN[accumulation])):
         assert len(result.warnings) == int(deepcompile), result.warnings
+
+
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_without_its_last_backward(stage):
+    """The next step would add the gradients of micro-batches that a refused step had."""
+    pair = Beside(BothRoutes(), Case(stage=stage, accumulation=2))
+    engine, rank = pair.engine, dist.get_rank()
+    engine.backward(engine(batch(0, 0, rank, 4)))
+    engine.step()
+    assert "run all of the step's micro-batches again" in outcome(engine.step)
+    assert sum(held(gradient_counters(engine)).values()) == 0
+    for micro_step in range(2):
+        pair.micro_batch(batch(1, micro_step, rank, 4))
+    pair.step_plain()
+    assert pair.last_error() < BOUND
 
 
 # Forwards that all began before the first of their backwards belong together.

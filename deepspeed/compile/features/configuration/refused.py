@@ -53,6 +53,11 @@ def _unsupported_parallelism(request):
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
+    if engine.mpu is None and groups.mpu is not None and groups._get_sequence_parallel_world_size() > 1:
+        yield (
+            "an earlier engine's mpu makes ranks share sequences, and this engine was given none; give "
+            "deepspeed.initialize() that mpu, or set deepspeed.utils.groups.mpu to None"
+        )
     # An earlier engine's mesh is used by later ones, which have none.
     mesh = engine.mesh_device or groups.mesh_device
     ranks = 1 if mesh is None else mesh["sequence_parallel"].size()

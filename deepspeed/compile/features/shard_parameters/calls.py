@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import operator
 import os
@@ -51,8 +52,11 @@ def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
                 "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
                 "call destroy() of that engine first, on all ranks"
             )
-    for owner in owners:
-        owner.give_up()
+    while owners:
+        owners.pop().give_up()
+    # Units and what has them refer to each other. Until Python collects them, they hold memory that DeepSpeed is about
+    # to copy the parameters out of.
+    gc.collect()
 
 
 def _trains(engine):

@@ -173,10 +173,12 @@ class BackwardLife:
         if self._step.has_unannounced:
             self._reduce_rest(True)
         if not self._is_complete:
+            # Those of its earlier micro-batches too: they would be added to the next step.
+            self.drop_step()
             self.begin_anew()
             raise RuntimeError(
-                "optimizer.step() found no gradients: run a backward at the gradient accumulation "
-                "boundary first (they are dropped by step(), zero_grad() and a backward that raised; and a "
+                "optimizer.step() found no gradients of the last micro-batch: run all of the step's micro-batches "
+                "again, each with a backward (step(), zero_grad() and a backward that raised drop gradients; and a "
                 "loss.backward() that leads to no parameter of the engine is none of its backwards, but "
                 "engine.backward(loss) is)"
             )

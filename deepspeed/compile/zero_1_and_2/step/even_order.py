@@ -64,7 +64,7 @@ class EvenOrder(DeepSpeedZeroOptimizer):
 
     def _restore_from_bit16_weights(self) -> None:
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            master.data.copy_(own_parameters(self, group).read(0, master.numel()))
+            own_parameters(self, group).copy_to(master.data)
 
     def update_lp_params(self) -> None:
         for group, master in enumerate(self.single_partition_of_fp32_groups):
