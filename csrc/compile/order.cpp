@@ -259,12 +259,7 @@ void Reducer::keep_early(ParameterRecord& record, int64_t awaited, const at::Ten
     // gradient is late if it comes after all. If a turn has some of its contributions, wait for the others. One
     // gradient may be larger than a bucket. Which gradient came last does not matter, because a hook of one rank
     // changes that.
-    // Where ranks gather parameters while a backward runs, keep nothing behind a gradient that may never come. Another
-    // rank may have sent what this one keeps: its stream waits for that before it gathers the next block, and this
-    // rank's stream waits for that gather.
-    const bool keeps = !(hides_unreachable_ && options_.hold_on_cpu);
-    const int64_t limit = keeps ? options_.bucket_numel : 0;
-    while (early_count_ > (keeps ? 1 : 0) && early_numel_ > limit && records_[order_.next()->index].received == 0) {
+    while (early_count_ > 1 && early_numel_ > options_.bucket_numel && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
         send_due_turns();

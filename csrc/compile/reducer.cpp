@@ -189,11 +189,9 @@ void Reducer::begin_backward(bool reduces)
     state_ = BackwardState::running;
     watch_graph_task();
     // Reentrant checkpointing hides the parameters of checkpointed modules from this graph.
-    const bool hides = reduces && find_unreachable(is_first) && leads_to_checkpoints();
-    if (hides) {
+    if (reduces && find_unreachable(is_first) && leads_to_checkpoints()) {
         for (auto& record : records_) { record.unreachable = false; }
     }
-    hides_unreachable_ = hides || (!is_first && hides_unreachable_);
 }
 
 void Reducer::listen(std::function<bool()> begin)

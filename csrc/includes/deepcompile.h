@@ -96,8 +96,7 @@ struct Options {
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once, unless buckets are held
     int64_t send_numel;       ///< a bucket of so many elements is sent, even if it could take more
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
-    bool hold_on_cpu;         ///< ranks gather parameters while a backward runs: on a CPU no engine sends before the
-                              ///< backward has run; see BucketQueue
+    bool hold_on_cpu;         ///< asks that on a CPU no engine send before the backward has run; see BucketQueue
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
@@ -746,9 +745,8 @@ private:
     Agreement agreement_;
     BucketQueue buckets_;
     SendOrder order_;
-    int64_t early_count_ = 0;         ///< parameters whose gradients are early
-    int64_t early_numel_ = 0;         ///< their elements
-    bool hides_unreachable_ = false;  ///< whether parameters without a gradient are unknown in this backward
+    int64_t early_count_ = 0;  ///< parameters whose gradients are early
+    int64_t early_numel_ = 0;  ///< their elements
     /// contributions_of_graphs() of each accumulation node of a task, for the parameters' hooks.
     std::unordered_map<const torch::autograd::Node*, int64_t> from_graphs_;
     int from_graphs_of_ = -1;  ///< autograd's number of that task

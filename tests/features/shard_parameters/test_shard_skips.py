@@ -2,24 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded blocks whose outputs reach blocks of other modules, as in diffusers' UNet2DConditionModel and ControlNet."""
 
-from unittest import mock
-
 import pytest
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.features.shard_parameters import unsharded_parameters
 from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
-from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.engine import set_up
 
 from support.beside import Beside
 from support.ids import vary
 from support.models import VOCABULARY, Block
 from support.on_ranks import on_ranks
-from support.sharded import section
 from support.training import BOUND, Case, batch
 
 WIDTH, DEPTH = 12, 2
@@ -90,43 +84,3 @@ def test_blocks_that_read_what_blocks_elsewhere_return(model, shards, kept):
     with unsharded_parameters(pair.engine):
         error = pair.last_error()
     assert error < BOUND and at_rest >= 2 * DEPTH
-
-
-class Routed(Block):
-    """Each rank calls an expert of its own."""
-
-    def __init__(self):
-        super().__init__(WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x):
-        return super().forward(x) + self.experts[dist.get_rank()](x)
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Routed() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=True)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
-
-
-@pytest.mark.options("compile.shard_parameters")
-@on_ranks(2, timeout=120)
-def test_parameters_that_one_rank_uses_in_reentrant_checkpoints():
-    """On GPUs ranks would wait for ever: one for a bucket of the other before it gathers the next block, and the other
-    for that gather before it sends the bucket, because a gradient that stays away holds back those behind it."""
-    with mock.patch.multiple(set_up, SEND_NUMEL=WIDTH, SEND_NUMEL_OF_A_RANK=1):
-        pair = Beside(Checkpointed(), Case(stage=2, bucket=10**9, config=section("all")))
-    for step in range(3):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    late = gradient_counters(pair.engine)["out_of_turn"]
-    with unsharded_parameters(pair.engine):
-        error = pair.last_error()
-    # Two wait at most, one of them for a gradient that comes.
-    assert error < BOUND and late < 100
