@@ -313,6 +313,7 @@ def test_a_universal_checkpoint_of_sequences(tmp_path):
             folders = ["--input_folder", f"{saved}/one", "--output_folder", universal]
             subprocess.run([*command, *folders], check=True, capture_output=True)
         dist.barrier()
+    with attention_as_it_was():
         engine = engine_of(2, 2, load_universal=True)
         engine.load_checkpoint(saved, tag="universal")
         assert difference(masters(engine), expected) == 0.0
@@ -499,7 +500,9 @@ def test_trainers_split_sequences(tmp_path, world, door, options):
     pytest.importorskip("accelerate", reason="pip install -r requirements/front_doors.txt")
     losses, values, counters = train_by_door(door, str(tmp_path), True, options)
     losses_off, off, _ = train_by_door(door, str(tmp_path), False)
-    assert losses == pytest.approx(losses_off, abs=1e-4) and losses[-1] < losses[0]
+    assert losses == pytest.approx(losses_off, abs=1e-4)
+    # Of packed rows each step has others.
+    assert losses[-1] < losses[0] or door is packing_sft_trainer
     assert difference(values, off) < 1e-3
     assert counters["from_graphs"] > 0
 
