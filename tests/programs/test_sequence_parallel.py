@@ -263,7 +263,6 @@ def test_an_engine_after_one_with_sequences_on_ranks():
         assert outcome(initialize) is None
 
 
-@pytest.mark.options("checkpoint.load_universal")
 @SLOW
 @on_ranks(2)
 def test_a_universal_checkpoint_of_sequences(tmp_path):
