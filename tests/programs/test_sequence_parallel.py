@@ -35,11 +35,13 @@ SLOW = pytest.mark.slow
 SHARDED = {"regional_compilation": True, "shard_parameters": "all"}
 
 
-def make_model(heads_of_keys, window=None):
+def make_model(heads_of_keys, window=None, **others):
     """``window``: to how many tokens the layers but the first attend, or None."""
     torch.manual_seed(0)
     windows = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
-    config = qwen3_config(VOCABULARY, num_key_value_heads=heads_of_keys, attn_implementation="sdpa", **windows)
+    config = qwen3_config(
+        VOCABULARY, num_key_value_heads=heads_of_keys, attn_implementation="sdpa", **windows, **others
+    )
     return transformers.AutoModelForCausalLM.from_config(config).float().to(device()).train()
 
 
@@ -221,22 +223,22 @@ def test_rows_that_hold_several_texts():
     assert packed_rows.mask(attention, module, positions, "given", 2) == "given"
 
 
-@vary("heads_of_keys, window, packed", [(1, 3, False), (2, None, True)])
-@on_ranks(2)
-def test_a_rank_evaluates_whole_rows(heads_of_keys, window, packed):
+@vary("world, heads_of_keys, window, packed", [(2, 1, 3, False), (2, 2, None, True)], slow=[(4, 2, 3, False)])
+@on_ranks("world")
+def test_a_rank_evaluates_whole_rows(world, heads_of_keys, window, packed):
     """A trainer's evaluation would drop transformers' mask: texts of a row would attend to each other, and layers with
     a window to all tokens. With copies of heads of keys it would raise."""
-    module = make_model(heads_of_keys, window).eval()
+    module = make_model(heads_of_keys, window, num_attention_heads=world).eval()
     # Each rank has rows of its own.
     (batch,) = [sample for rank, sample in enumerate(samples(0, packed)) if rank == dist.get_rank()]
     batch = {name: batch[name].to(device()) for name in ("input_ids", "position_ids")}
     with torch.no_grad():
         expected = module(**batch, use_cache=False).logits
         with attention_as_it_was():
-            UlyssesSPAttentionHF.register_with_transformers(module, "sdpa", 2, 1, disable_in_eval=True)
+            UlyssesSPAttentionHF.register_with_transformers(module, "sdpa", world, 1, disable_in_eval=True)
             for layer in module.model.layers:
-                # As a training step leaves it, in which each rank has one head of keys.
-                layer.self_attn.num_key_value_groups = module.config.num_attention_heads // 2
+                # As a training step leaves it, in which each rank has one head of queries and one of keys.
+                layer.self_attn.num_key_value_groups = 1
             found = module(**batch, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-6)
 
