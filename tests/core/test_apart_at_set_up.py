@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.collectives import every_rank_raises
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.compile.zero_1_and_2.feature import Feature
+from deepspeed.compile.zero_1_and_2.parameter.carrier import Carrier, Collectives
 
 from support.faults import Injected
 from support.ids import vary
@@ -90,3 +91,13 @@ def test_which_error_each_rank_raises(ranks):
     assert other == ("ValueError", text, False)
     assert run(raise_by_kind, [OSError, None])[1][0] == "RuntimeError"
     assert [answer[2] for answer in run(raise_by_kind, [KeyError, ValueError])] == [True, True]
+
+
+@on_ranks(2, timeout=120)
+def test_memory_for_parameters_that_one_rank_lacks():
+    """The other rank would wait until the time-out in what follows, and name something else."""
+    lacks = mock.patch.object(Carrier, "flat_tensor", side_effect=MemoryError("too much"))
+    with lacks if dist.get_rank() else contextlib.nullcontext():
+        said = outcome(Collectives(dist.group.WORLD).flat_tensor, 4, torch.ones(1))
+    told = "rank 1 could not make room for parameters, so no rank goes on. It says: MemoryError: too much"
+    assert said == ("MemoryError: too much" if dist.get_rank() else f"RuntimeError: {told}")

@@ -50,6 +50,11 @@ def memory_left(numbytes):
         yield
 
 
+def case_of(**options):
+    """A case without copy engines, where ranks wait at other places. In ``carry.py`` ranks of copy engines die."""
+    return Case(config={"compile": {"copy_engines": False}}, **options)
+
+
 class Large(torch.nn.Module):
     """Matrices of 36 MiB: beyond 32, the C library gives memory back to the system as soon as it is free."""
 
@@ -115,7 +120,7 @@ def memory_that_runs_out(case, amounts):
 def test_memory_that_runs_out_anywhere_in_a_backward(capfd):
     numel = Large.NUMEL
     amounts = [8 * numel * index for index in range(6)]
-    case = Case(bucket=numel)
+    case = case_of(bucket=numel)
     answers = in_processes_of_their_own(memory_that_runs_out, case, amounts)
     for answer in not_ended_by_nccl(answers, capfd).values():
         assert any("memory" in message for message in answer.raised if message)
@@ -161,7 +166,7 @@ def another_number_of_backwards(case):
 @pytest.mark.parametrize("bucket", [50, 10**6], ids=["buckets", "one-bucket"])
 def test_another_number_of_backwards(ranks, bucket, capfd):
     """Gradients of two different backwards would be averaged where one rank runs one more, and steps go on."""
-    case = Case(stage=2, bucket=bucket)
+    case = case_of(stage=2, bucket=bucket)
     if torch.cuda.is_available():
         answers = in_processes_of_their_own(another_number_of_backwards, case)
     else:
@@ -214,7 +219,7 @@ def on_one_rank(case, how, rank, steps=3):
 
 def test_a_rank_that_dies(capfd):
     """The other rank would wait for ever, or end with an error that does not say for what it has waited."""
-    answers = in_processes_of_their_own(on_one_rank, Case(bucket=50), "dies", 1, 1)
+    answers = in_processes_of_their_own(on_one_rank, case_of(bucket=50), "dies", 1, 1)
     assert answers[1] == "died with exit status 17"
     first = not_ended_by_nccl(answers, capfd).get(0)
     assert first is None or (names_the_bucket(first.raised[0]) and first.seconds < TIMEOUT + GRACE)
@@ -222,7 +227,7 @@ def test_a_rank_that_dies(capfd):
 
 def test_a_rank_that_hangs(capfd):
     """A rank would wait longer than its process group's timeout, and the late one would go on by itself."""
-    answers = not_ended_by_nccl(in_processes_of_their_own(on_one_rank, Case(bucket=50), "hangs", 1, 1), capfd)
+    answers = not_ended_by_nccl(in_processes_of_their_own(on_one_rank, case_of(bucket=50), "hangs", 1, 1), capfd)
     for answer in answers.values():
         assert names_the_bucket(answer.raised[0])
     if 0 in answers:
@@ -235,7 +240,7 @@ def test_a_rank_that_hangs(capfd):
 @vary("stage, accumulation", [(1, 3), (2, 2)])
 def test_a_backward_that_raises_on_one_rank(stage, accumulation, capfd):
     """The other rank would take a step that this one does not take, and both would train on apart."""
-    case = Case(stage=stage, accumulation=accumulation, bucket=50)
+    case = case_of(stage=stage, accumulation=accumulation, bucket=50)
     answers = in_processes_of_their_own(on_one_rank, case, "raises", 1)
     for rank, answer in not_ended_by_nccl(answers, capfd).items():
         # It never gets another step, whatever it tries.
@@ -283,7 +288,7 @@ def resumed(case, folder):
 )
 def test_ranks_that_are_apart_start_again(tmp_path, capfd, how, says):
     """What errors of other ranks advise would not bring a training back to where it was saved."""
-    case = Case(stage=2, bucket=50)
+    case = case_of(stage=2, bucket=50)
     answers = in_processes_of_their_own(apart_after_a_checkpoint, case, how, str(tmp_path))
     assert (answers[1] == "died with exit status 17") == (how == "dies")
     for rank, said in not_ended_by_nccl(answers, capfd).items():

@@ -10,15 +10,20 @@ import collections
 import dataclasses
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+
 from support.beside import Beside, Outcome, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY
-from support.training import BOUND, Case, batch, relative_error
+from support.on_ranks import on_ranks
+from support.options import outcome
+from support.training import BOUND, Case, batch, held, relative_error
 
 
 class Step(NamedTuple):
@@ -152,14 +157,22 @@ def check(results):
 
 @vary(
     "accumulation, script, counted",
-    [(1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBSFBDFBS", (2,))],
+    [
+        *((1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBDSFBS", (1,))),
+        *((2, "FBSFBDFBS", (2,)), (2, "DFBSFBS", (0, 1))),
+    ],
     expects="counted",
 )
 @vary("stage", [1, 2])
+@pytest.mark.follows("call it before the first micro-batch of a step, or not at all")
 def test_dropped(ranks, accumulation, script, counted, stage):
-    """One of the ways to drop gradients would leave what graphs have reduced, which the next step then adds."""
+    """One of the ways to drop gradients would leave what graphs have reduced, which the next step then adds. Or nobody
+    would learn that a program which drops them for each micro-batch trains otherwise than without DeepCompile."""
     drops = {drop.__name__: Step(script, counted, drop) for drop in (DROPS if stage == 1 else OF_ENGINE)}
-    check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), drops))
+    for rank, result in enumerate(check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), drops))):
+        # ZeRO-2 without DeepCompile keeps what it has reduced.
+        told = [text for text in result.warnings if "call it before the first micro-batch of a step" in text]
+        assert len(told) == (stage == 2 and rank == 0 and script in ("FBSDFBS", "FBDSFBS"))
 
 
 def test_parameters_hold_nothing_of_what_was_reduced(ranks):
@@ -184,6 +197,22 @@ def test_steps_that_are_not_taken(ranks, deepcompile, accumulation, stage):
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
     for result in check(ranks(2).run(train, case, NOT_TAKEN[accumulation])):
         assert len(result.warnings) == int(deepcompile), result.warnings
+
+
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_a_step_without_its_last_backward(stage):
+    """The next step would add the gradients of micro-batches that a refused step had."""
+    pair = Beside(BothRoutes(), Case(stage=stage, accumulation=2))
+    engine, rank = pair.engine, dist.get_rank()
+    engine.backward(engine(batch(0, 0, rank, 4)))
+    engine.step()
+    assert "run all of the step's micro-batches again" in outcome(engine.step)
+    assert sum(held(gradient_counters(engine)).values()) == 0
+    for micro_step in range(2):
+        pair.micro_batch(batch(1, micro_step, rank, 4))
+    pair.step_plain()
+    assert pair.last_error() < BOUND
 
 
 # Forwards that all began before the first of their backwards belong together.

@@ -224,7 +224,7 @@ def test_an_optimizer_frees_what_it_drops(dtype):
     assert optimizer.freed == [True]
 
 
-@pytest.mark.follows("run a backward at the gradient accumulation boundary first")
+@pytest.mark.follows("run all of the step's micro-batches again, each with a backward")
 @pytest.mark.sanitized
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
 @vary("stage", [1, 2])

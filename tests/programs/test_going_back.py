@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.back_and_forth import IN_BF16, IN_GROUPS, KINDS, part
+from support.back_and_forth import (
+    IN_BF16,
+    IN_GROUPS,
+    KINDS,
+    convert,
+    load_of_other_ranks,
+    part,
+    save_for_other_ranks,
+)
 from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
@@ -114,3 +122,29 @@ def test_states_in_8_bits(ranks, stock, tmp_path, world):
             losses = [loss for run in (begun, in_8_bits, ended) for loss in run.losses]
             assert losses[0] - min(ended.losses) > 0.1, kind
             assert ended.schedule == (9, [0.02, 0.01])
+
+
+@SLOW
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 3), (3, 2)])
+@pytest.mark.parametrize("maker", [STOCK, FORK])
+def test_universal(ranks, stock, tmp_path, maker, saved_by, loaded_by):
+    """A universal checkpoint that one of the two makes would be one that the other reads otherwise, or not at all."""
+    folder, kinds, options = str(tmp_path), IN_GROUPS, {"deepcompile": True}
+    if maker == STOCK:
+        saved = ranks(saved_by, **stock).run(save_for_other_ranks, kinds, folder)[0]
+        ranks(1, **stock).run(convert, kinds, folder, "--inject_missing_state")
+    else:
+        saved = ranks(saved_by).run(save_for_other_ranks, kinds, folder, options)[0]
+        ranks(1).run(convert, kinds, folder)
+    by_fork = ranks(loaded_by).run(load_of_other_ranks, kinds, folder, options)[0]
+    by_stock = ranks(loaded_by, **stock).run(load_of_other_ranks, kinds, folder)[0]
+    assert (by_stock[0], by_fork[0]) == (STOCK, FORK)
+    for kind, seen, (loaded, reached, schedule), (expected_loaded, expected, expected_schedule) in zip(
+        kinds, saved, by_fork[1], by_stock[1], strict=True
+    ):
+        for found in (loaded, expected_loaded):
+            assert {*found} == {*seen} and [name for name in seen if not equal(seen[name], found[name])] == []
+        moved = total_error(masters(expected), masters(seen))
+        assert moved > 1e-2, "the last steps changed little, so agreement shows nothing"
+        assert total_error(masters(reached), masters(expected)) < ROUNDING[kind.dtype] * moved
+        assert schedule == expected_schedule

@@ -7,13 +7,17 @@ The function runs on every rank, in processes of either, so this file uses nothi
 
 import dataclasses
 import os
+import sys
 from typing import Any, Dict, List, NamedTuple, Tuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.models import VOCABULARY, BlocksWithin
 
@@ -67,7 +71,7 @@ def _folder(folder, kind):
     return os.path.join(folder, f"stage{kind.stage}")
 
 
-def _engine(kind, seed, options):
+def _engine(kind, seed, options, **config):
     torch._dynamo.reset()
     torch.manual_seed(seed)
     module = BlocksWithin().to(get_accelerator().current_device_name())
@@ -88,6 +92,7 @@ def _engine(kind, seed, options):
             "params": {"warmup_min_lr": [0.0] * len(rates), "warmup_max_lr": rates, "warmup_num_steps": 5},
         },
         "compile": options or {"deepcompile": False},
+        **config,
     }
     engine = deepspeed.initialize(model=module, model_parameters=groups, config=config)[0]
     if config["compile"]["deepcompile"]:
@@ -121,6 +126,59 @@ def _part(kind, folder, number, parts, options, steps):
     reached, schedule = _state(engine), (engine.global_steps, engine.get_lr())
     engine.destroy()
     return Part(deepspeed.__version__, name.startswith("StepLocal"), losses, schedule, loaded, reached)
+
+
+def save_for_other_ranks(kinds, folder, options=None):
+    """Trains each kind, and saves it. Returns what each had then: states of whole parameters, by name."""
+    return [_save_for_other_ranks(kind, _folder(folder, kind), options) for kind in kinds]
+
+
+def _save_for_other_ranks(kind, folder, options):
+    engine = _engine(kind, 0, options)
+    _train(engine, range(STEPS))
+    engine.save_checkpoint(folder, tag="saved")
+    seen = _whole(engine)
+    engine.destroy()
+    return seen
+
+
+def convert(kinds, folder, *flags):
+    """Makes a universal checkpoint of each, in one process, as the command does."""
+    for kind in kinds:
+        source, target = (os.path.join(_folder(folder, kind), tag) for tag in ("saved", "universal"))
+        arguments = ["ds_to_universal.py", "--input_folder", source, "--output_folder", target]
+        arguments += ["--num_extract_workers", "1", "--num_merge_workers", "1", *flags]
+        with mock.patch.object(sys, "argv", arguments):
+            ds_to_universal.main(ds_to_universal.parse_arguments())
+
+
+def load_of_other_ranks(kinds, folder, options=None):
+    """Loads universal checkpoints, and trains. Returns the version, and what each had before and after that."""
+    return deepspeed.__version__, [_load_of_other_ranks(kind, _folder(folder, kind), options) for kind in kinds]
+
+
+def _load_of_other_ranks(kind, folder, options):
+    engine = _engine(kind, 1, options, checkpoint={"load_universal": True})
+    engine.load_checkpoint(folder, tag="universal")
+    loaded = _whole(engine)
+    _train(engine, range(STEPS, 2 * STEPS))
+    reached, schedule = _whole(engine), (engine.global_steps, engine.get_lr())
+    engine.destroy()
+    return loaded, reached, schedule
+
+
+def _whole(engine):
+    """Master weights and states of whole parameters, as arrays. All ranks call this."""
+    if not engine.is_deepcompile_enabled():
+        # DeepSpeed as it was released links all groups when the first has stepped, and the second has no states then.
+        engine.optimizer._hp_optimizer_states_linked = False
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+    seen = {}
+    for name, parameter in engine.module.named_parameters():
+        seen[f"master {name}"] = safe_get_full_fp32_param(parameter)
+        for key in ("exp_avg", "exp_avg_sq"):
+            seen[f"{key} {name}"] = safe_get_full_optimizer_state(parameter, key)
+    return {name: value.detach().cpu().numpy().copy() for name, value in seen.items()}
 
 
 def _state(engine):

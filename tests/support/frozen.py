@@ -360,8 +360,8 @@ def late(delay):
     send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
-    def send_late(self, at=None, sends_frozen=True):
-        send(self, at, sends_frozen)
+    def send_late(self, target, at=None, sends_frozen=True):
+        send(self, target, at, sends_frozen)
         received = [*_received(self.memory)]
         if sends_frozen and self.memory.frozen.end:
             received.append(self.memory.frozen.memory(self._target))

@@ -138,7 +138,7 @@ def one_rank_late(delay):
     # Only here, because tests of the core import this file too.
     from deepspeed.compile.features.overlap_gather.feature import OverlapGather
 
-    start, wait = OverlapGather.start, OverlapGather.wait
+    start, receive = OverlapGather.start, OverlapGather.receive
     turns, waited = iter(range(10**6)), []
 
     def late(self):
@@ -150,16 +150,16 @@ def one_rank_late(delay):
                 time.sleep(delay)
         start(self)
 
-    def watched(self, units):
-        units = list(units)
-        waited.extend(unit for unit in units if unit in self._works)
-        wait(self, units)
+    def watched(self, unit):
+        if unit in self._works:
+            waited.append(unit)
+        receive(self, unit)
 
-    OverlapGather.start, OverlapGather.wait = late, watched
+    OverlapGather.start, OverlapGather.receive = late, watched
     try:
         yield waited
     finally:
-        OverlapGather.start, OverlapGather.wait = start, wait
+        OverlapGather.start, OverlapGather.receive = start, receive
 
 
 def past_the_class(graph, inputs):

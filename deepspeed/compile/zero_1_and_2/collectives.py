@@ -3,7 +3,7 @@
 """Errors of collectives that name their purpose, and errors of one rank that all ranks raise."""
 
 import contextlib
-from typing import Iterator, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -33,6 +33,15 @@ def collective(purpose: str) -> Iterator[None]:
         if not isinstance(error, torch.distributed.DistError) and not any(text in str(error) for text in _OF_GLOO):
             raise
         raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error
+
+
+def of_first_rank(value: Any, what: str, group: Optional[ProcessGroup] = None) -> Any:
+    """Returns the value of the first rank of a group, or of the world. All ranks call it. ``what``: the values."""
+    first = torch.distributed.get_global_rank(group, 0) if group is not None else 0
+    values = [value if torch.distributed.get_rank() == first else None]
+    with collective(f"learn whether the {what} are the same"):
+        torch.distributed.broadcast_object_list(values, src=first, group=group)
+    return values[0]
 
 
 @contextlib.contextmanager

@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that differ by rank are refused by name before anything is sent."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from support.beside import Beside
 from support.ids import vary
 from support.on_ranks import on_ranks
 from support.options import outcome
-from support.training import Case, compile_backend, device, engine_by_configuration, make_engine
+from support.parameter_gather import Around
+from support.training import BOUND, Case, batch, compile_backend, device, engine_by_configuration, make_engine
 
 
 class Model(nn.Module):
@@ -142,3 +146,38 @@ def test_buffers_that_nobody_sends_may_differ():
     if dist.get_rank():
         other_buffer(module)
     engine_by_configuration(module.to(device()), True).destroy()
+
+
+@pytest.mark.follows("make the same {} on every rank")
+@on_ranks(2, timeout=120)
+def test_configurations_that_differ():
+    """Ranks would send different messages: one gathers parameters by blocks, or compares errors of its pictures."""
+    picture = {"memory_picture": {"folder": "nowhere"}} if dist.get_rank() else {}
+    said = outcome(make_engine, Model().to(device()), Case(config={"compile": picture}))
+    assert "value of compile.memory_picture is False on rank 0 and True on rank 1" in said
+    assert "make the same configurations on every rank" in said
+    # What no message depends on may differ.
+    config = {"compile": {"debug_log": dist.get_rank() == 0}}
+    make_engine(Model().to(device()), Case(config=config)).destroy()
+
+
+@pytest.mark.follows("or set compile.overlap_param_gather to false")
+@on_ranks(2, timeout=120)
+def test_forwards_that_differ():
+    """One rank would gather all parameters at once and the other block by block, and mix up their messages."""
+    for overlaps in (None, False):
+        module = Around()
+        if dist.get_rank() == 0:
+            block = module.body.blocks[0]
+            block.forward = functools.partial(type(block).forward, block)
+        config = {"compile": {"overlap_param_gather": overlaps}}
+        if overlaps is None:
+            said = outcome(make_engine, module.to(device()), Case(config=config))
+            assert "this rank gathers parameters in another order than the first rank" in said
+            assert "set compile.overlap_param_gather to false" in said
+            continue
+        # As the message advises.
+        pair = Beside(module, Case(config=config))
+        pair.step(batch(0, 0, dist.get_rank(), 4))
+        pair.step(batch(1, 0, dist.get_rank(), 4))
+        assert pair.end().error < BOUND

@@ -16,7 +16,7 @@ from deepspeed.compile.config import CompileConfig
 from support.beside import logged, warnings_logged
 from support.ids import vary
 from support.on_ranks import gathered, on_ranks
-from support.options import SMALL, outcome, train_prepared
+from support.options import SMALL, compiled_outcome, outcome, train_prepared
 from support.training import BOUND, Case, build, make_engine, make_optimizer
 
 # Options of the fork. Beside ``deepcompile: true`` the last ones would be refused.
@@ -396,3 +396,18 @@ def test_what_is_advised_at_the_beginning(tmp_path):
         case = Case(model=SMALL, adam=True, deepcompile=False, dtype=dtype, config=config)
         raised.append(outcome(lambda case=case: make_engine(build(case), case).destroy()))
     assert raised == [None] * len(ADVISED_AT_THE_BEGINNING)
+
+
+@pytest.mark.follows("leave it out, or set torch_autocast.dtype to bfloat16")
+@on_ranks(2)
+def test_steps_that_each_rank_would_skip_by_itself():
+    """A rank whose part of the gradients overflows would skip its step alone, and scale other losses from then on."""
+    bfloat16 = {"torch_autocast": {**AUTOCAST["torch_autocast"], "dtype": "bfloat16"}}
+    without_norm = {"zero_optimization": {"compute_grad_norm": False}}
+    for config, refused in (
+        ({**AUTOCAST, **without_norm}, True),
+        (AUTOCAST, False),
+        ({**bfloat16, **without_norm}, False),
+    ):
+        said = compiled_outcome(make_engine, build(Case()), Case(config=config))
+        assert ("lets each rank decide by itself whether" in (said or "")) == refused, said

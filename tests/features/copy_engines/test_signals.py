@@ -239,7 +239,8 @@ def test_a_rank_that_cannot_map_the_words_ends_all():
     """Without this, ranks in containers with memory of their own could wait for each other for ever."""
     rank = torch.distributed.get_rank()
     # The second rank does not find the first one's file.
-    with mock.patch("builtins.open", side_effect=FileNotFoundError) if rank else contextlib.nullcontext():
+    absent = mock.patch(f"{shared_words.__module__}.open", create=True, side_effect=FileNotFoundError)
+    with absent if rank else contextlib.nullcontext():
         said = outcome(shared_words, torch.distributed.group.WORLD)
     causes = ("RuntimeError: rank 1 could not map another rank's memory for signals", "FileNotFoundError")
     assert said.startswith(causes[rank])

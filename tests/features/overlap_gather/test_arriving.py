@@ -22,8 +22,8 @@ from support.parameter_gather import past_the_class
 class Delayed:
     """Parameters of which one unit each gets its value when somebody waits for it."""
 
-    def __init__(self, value, count=1):
-        self.value, self.waits = value, []
+    def __init__(self, value, count=1, has_streams=False):
+        self.value, self.waits, self.has_streams = value, [], has_streams
         self.parameters = [Parameter(torch.full((2, 2), 7.0)) for _ in range(count)]
         self.send()
 
@@ -34,10 +34,11 @@ class Delayed:
         self.waits.clear()
 
     def receive(self, unit):
-        self.waits.append(unit)
         # A compiler may ask within its own modes.
         with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            self.parameters[unit].fill_(self.value)
+            if unit not in self.waits:
+                self.parameters[unit].fill_(self.value)
+        self.waits.append(unit)
 
     def receive_all(self):
         for unit, parameter in enumerate(self.parameters):
@@ -46,7 +47,12 @@ class Delayed:
 
     def arrive(self, unit):
         self.receive(unit)
-        unmark([self.parameters[unit]])
+        if not self.has_streams:
+            unmark([self.parameters[unit]])
+
+    def mark_again(self, parameter, arrival):
+        if self.has_streams:
+            mark([parameter], arrival)
 
     def arrive_all(self):
         for unit in range(len(self.parameters)):
@@ -172,10 +178,12 @@ READS = {
 
 @pytest.mark.options("compile.overlap_param_gather")
 @pytest.mark.quick
+@pytest.mark.parametrize("has_streams", [False, True], ids=["", "streams"])
 @pytest.mark.parametrize("how", READS)
-def test_a_read_waits(how):
-    """A way to read a parameter that goes past the class would read what was there before the step."""
-    delayed = Delayed(3.0)
+def test_a_read_waits(how, has_streams):
+    """A way to read a parameter that goes past the class would read what was there before the step. On a GPU, readers
+    would see the class, or the class would be gone when another stream reads."""
+    delayed = Delayed(3.0, has_streams=has_streams)
     (parameter,) = delayed.parameters
     number = hash(parameter)
     assert isinstance(parameter, Parameter) and isinstance(parameter, torch.Tensor)
@@ -183,8 +191,10 @@ def test_a_read_waits(how):
     if how == "type":
         parameter.detach()
     assert result.double().tolist() == [[3.0, 3.0]] * 2
-    assert type(parameter) is Parameter and hash(parameter) == number and not vars(parameter)
-    assert not isinstance(result, Arriving), "a copy would wait for ever"
+    assert isinstance(parameter, Arriving) == has_streams and hash(parameter) == number
+    unmark([parameter])
+    assert type(parameter) is Parameter and not vars(parameter)
+    assert not isinstance(result, Arriving) or result is parameter, "a copy would wait for ever"
 
 
 def test_a_write_waits_and_stands():

@@ -17,6 +17,8 @@ pytestmark = [
 # Of the device's clock: the first is about a second, in which the host runs far ahead. Ranks that share GPUs with many
 # others need more.
 CYCLES = (2 * 10**9, 16 * 10**9, 64 * 10**9)
+# What a rank sends in training, and the same negated.
+NUMBER = 2 * (7 * UNIT_ID_STRIDE + 7)
 
 
 def on_two_streams(cycles):
@@ -53,7 +55,7 @@ def test_a_comparison_that_comes_late(ranks):
     comparison would wait for what its stream waits for, such as gradients of a rank that waits for the comparison."""
     for cycles in CYCLES:
         answers = ranks(2).run(on_two_streams, cycles)
-        assert [answer[1:] for answer in answers] == [([2 * (7 * UNIT_ID_STRIDE + 7)] * 2, True)] * 2
+        assert [answer[1:] for answer in answers] == [([NUMBER, -NUMBER], True)] * 2
         if all(is_ahead for is_ahead, *_ in answers):
             return
     pytest.fail(f"no rank's host ran ahead of a stream that was busy for {CYCLES[-1]} cycles")

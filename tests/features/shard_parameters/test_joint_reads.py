@@ -307,7 +307,7 @@ def test_a_state_dict_that_one_rank_saves():
 def test_reads_leave_no_keys():
     """A callback of every step would fill the memory of the process that has the store."""
     module, engine = make("plain", SHARDED)
-    store, counts = distributed_c10d._get_process_group_store(feature.sharded_blocks(engine)._group), []
+    store, counts = distributed_c10d._get_process_group_store(feature.sharded_blocks(engine).process_group), []
     for number in (10, 90):
         for _ in range(number):
             module.body.blocks[0].up.weight.sum()

@@ -5,8 +5,10 @@
 import contextlib
 import datetime
 import functools
+import gc
 import os
 import time
+import weakref
 from typing import List, NamedTuple
 from unittest import mock
 
@@ -762,6 +764,24 @@ def test_another_engine_of_a_module_at_rest(destroys):
             engine.destroy()
         results[-1].append(module(batch(2, 2, 2, 4)).detach())
     assert same(*results)
+
+
+@on_ranks(2)
+def test_another_engine_frees_the_memory_of_the_first():
+    """Until Python collects the first engine's units, the model would be in memory twice while another one begins."""
+    module, engine = make("plain", SHARDED)
+    memories = [weakref.ref(unit.memory) for unit in sharded_blocks(engine).units]
+    trained_on(engine, module)
+    engine.destroy()
+    del engine
+    gc.collect()
+    gc.disable()
+    try:
+        other = make_engine(module, Case(config=WHOLE, adam=True))
+        assert memories and not any(memory() for memory in memories)
+    finally:
+        gc.enable()
+    other.destroy()
 
 
 class ModelOnTwoRanks:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
-from deepspeed.compile.zero_1_and_2.parameter.carrier import Collectives
+from deepspeed.compile.zero_1_and_2.parameter.carrier import carrier_of
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from support.beside import warnings_logged
@@ -323,7 +323,8 @@ def gathers_that_cannot_begin():
     """Returns what two forwards say when gathers fail at once, and how many units are on their way."""
     _, engine = make("all")
     sharded = feature.sharded_blocks(engine)
-    with mock.patch.object(Collectives, "gather", side_effect=RuntimeError("the process group has gone")):
+    fails = RuntimeError("the process group has gone")
+    with mock.patch.object(type(carrier_of(engine.optimizer, 0)), "gather", side_effect=fails):
         said = [outcome(engine, batch(0, 0, 0, 4)) for _ in range(2)]
     return said, len(sharded.whole._is_kept)
 
@@ -333,6 +334,18 @@ def test_a_gather_that_cannot_begin():
     for (first, second), begun in in_processes_of_their_own(gathers_that_cannot_begin):
         assert first is not None and first == second and "destroyed; make another" not in first
         assert begun == 0
+
+
+@on_ranks(2, timeout=120)
+def test_an_engine_that_one_rank_has_not_collected():
+    """A rank that has would gather its parameters while the other raises."""
+    module, engine = make("all")
+    sharded = feature.sharded_blocks(engine)
+    # As the end of an engine that Python collects leaves it.
+    sharded.is_closed = dist.get_rank() == 0
+    assert "another engine trains this model" in outcome(another_engine, module, "all")
+    engine.destroy()
+    another_engine(module, "all").destroy()
 
 
 @on_ranks(2)

@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forwards of sharded models on streams of the caller's. Only on GPUs there are streams."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
+
 from support.frozen import MODELS, beside_whole
+from support.ids import vary
 from support.on_ranks import on_ranks
 from support.sharded import WHOLE, engine_of, same, section
 from support.training import batch
@@ -19,8 +24,10 @@ pytestmark = [
 CYCLES = 2 * 10**9
 
 
-def make(_, config, **case):
-    return engine_of(MODELS["non-reentrant"], config, **case)
+def make_engine_of(trained, _, config, **case):
+    module, engine = engine_of(MODELS["non-reentrant"], config, trained, **case)
+    assert config is WHOLE or sharded_blocks(engine).units
+    return module, engine
 
 
 def hold_up(_):
@@ -43,8 +50,10 @@ def forwards_in_a_side_stream(engine, module, folder):
             side.wait_stream(torch.cuda.current_stream())
 
 
+@vary("shards", ["all", "frozen"])
 @on_ranks(2)
-def test_forwards_in_a_side_stream():
+def test_forwards_in_a_side_stream(shards):
     """The end of a backward would copy this rank's part out of memory that another unit has got on the side stream."""
-    configs = section("frozen"), WHOLE
+    make = functools.partial(make_engine_of, "adapters" if shards == "frozen" else "all")
+    configs = section(shards), WHOLE
     assert same(*beside_whole(make, configs, forwards_in_a_side_stream, "", accumulation=2))

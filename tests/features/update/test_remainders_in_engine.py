@@ -525,6 +525,29 @@ def test_master_weights_are_converted_in_pieces():
     assert set(most.values()) == {at_once}, most
 
 
+@on_ranks(1)
+def test_a_save_joins_one_group_at_a_time():
+    """A save would need host memory for the master weights in two orders: 16 bytes an element where 12 are enough."""
+    run = run_of(accumulation=1)
+    engine = begin(run)
+    step_on_given(engine, run, 0)
+    join, joined, alive = masters_module.Masters.on_the_host, [], []
+
+    def note(*args):
+        alive.append(sum(not storage.expired() for storage in joined))
+        values = join(*args)
+        joined.append(StorageWeakRef(values.untyped_storage()))
+        return values
+
+    with mock.patch.object(masters_module.Masters, "on_the_host", note):
+        state = engine.optimizer.state_dict()
+    assert alive == [0, 0] and all(storage.expired() for storage in joined)
+    assert same(
+        state["single_partition_of_fp32_groups"], engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
+    )
+    engine.destroy()
+
+
 @vary("overlapped", [False, True])
 @on_ranks(2)
 def test_a_set_up_that_raises_leaves_the_master_weights(overlapped):

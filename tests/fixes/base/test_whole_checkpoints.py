@@ -7,6 +7,7 @@ import functools
 import io
 import os
 import re
+import shutil
 import signal
 import time
 from unittest import mock
@@ -20,7 +21,7 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointComm
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from support.checkpoints import Run, differing, start, state, train, whole
-from support.ends import in_processes_of_their_own
+from support.ends import in_processes_of_their_own, not_ended_by_nccl
 from support.ids import vary
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
@@ -103,15 +104,16 @@ def resumed(run, folder, tag=None):
         pytest.param({"stage": 2, "deepcompile": False}, SECOND, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_killed_in_a_save(ranks, tmp_path, form, killed, tags):
+def test_a_rank_that_is_killed_in_a_save(ranks, tmp_path, form, killed, tags, capfd):
     """A training would go on from a checkpoint of which a rank has written half, and have lost the one before it."""
     run, (rank, part) = Run(**{"model": "FillsPartition", **form}), killed
     answers = in_processes_of_their_own(killed_in_a_save, run, str(tmp_path), tags, rank, part)
-    assert isinstance(answers[1 - rank], tuple), answers
-    raised, logged = answers[1 - rank]
-    assert answers[rank] == "died with exit status -9" and re.match("RuntimeError|DistBackendError", raised)
-    last = "one" if tags[1] == "two" else "the earlier one with this tag"
-    assert logged == f"the checkpoint {tags[1]} in {tmp_path} was not saved; the last whole one is {last}"
+    assert answers[rank] == "died with exit status -9"
+    if 1 - rank in not_ended_by_nccl(answers, capfd):
+        raised, logged = answers[1 - rank]
+        assert re.match("RuntimeError|DistBackendError", raised)
+        last = "one" if tags[1] == "two" else "the earlier one with this tag"
+        assert logged == f"the checkpoint {tags[1]} in {tmp_path} was not saved; the last whole one is {last}"
     assert (tmp_path / "latest").read_text() == "one"
     assert ranks(2).run(resumed, run, str(tmp_path)) == [[], []]
 
@@ -324,3 +326,37 @@ def test_errors_that_files_are_not_to_blame_for(tmp_path):
     writer.save({"a": 1}, str(path))
     with mock.patch("torch.load", side_effect=MemoryError("all of it")), pytest.raises(MemoryError, match="all of it"):
         writer.load(str(path))
+
+
+@pytest.mark.follows("let all ranks see the same files, or give the tag")
+@vary("missing", ["latest", "weights"])
+@on_ranks(2)
+def test_ranks_that_find_other_checkpoints(tmp_path, missing):
+    """Where hosts have folders of their own, a rank would go on with new weights, and the other wait for it."""
+    run, folder = Run("FillsPartition", stage=1), tmp_path / "all"
+    engine = train_and_save(run, str(folder), "one")
+    # What the second rank's host has.
+    if dist.get_rank():
+        own = tmp_path / "own"
+        shutil.copytree(folder, own)
+        (own / "latest" if missing == "latest" else own / "one" / "mp_rank_00_model_states.pt").unlink()
+        folder = own
+    # The first rank reads what the second one copies.
+    dist.barrier()
+    said = outcome(engine.load_checkpoint, str(folder))
+    if missing == "latest":
+        assert "can read no tag in " in said and "the first rank loads the checkpoint one; let all ranks" in said
+        # As the message advises.
+        assert outcome(engine.load_checkpoint, str(folder), tag="one") is None
+    else:
+        assert "FileNotFoundError: " in said
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_one_rank_asks_for_latest(tmp_path):
+    """The first rank alone writes the file latest, and would wait for the others before."""
+    engine = train_and_save(Run("FillsPartition", stage=1), str(tmp_path), "one")
+    engine.save_checkpoint(str(tmp_path), tag="two", save_latest=dist.get_rank() == 0)
+    assert (tmp_path / "latest").read_text() == "two"
+    engine.destroy()

@@ -308,3 +308,42 @@ def test_experts_of_one_rank_on_the_host_are_refused(ranks):
     finally:
         ranks(2).stop()
     assert all("offload_optimizer is not supported where each expert lies on one rank" in text for text in said)
+
+
+def resumed_with_other_ranks(folder):
+    case = Case(stage=1)
+    module, engine = make(case, 2)
+    train(module, engine, case, 0, 1)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    said = []
+    for on_ranks in (1, 2):
+        engine = make(case, on_ranks)[1]
+        said.append(outcome(engine.load_checkpoint, folder))
+        engine.destroy()
+    return said
+
+
+@pytest.mark.follows("load it with the same ep_size or autoep_size")
+def test_experts_that_lay_on_other_ranks(ranks, tmp_path):
+    """A rank's part has the same size for any ep_size, and would get master weights of other experts."""
+    try:
+        answers = ranks(2).run(resumed_with_other_ranks, str(tmp_path))
+    finally:
+        ranks(2).stop()
+    for refused, loaded in answers:
+        assert "each expert of parameter group 1 lay on 1 ranks when the checkpoint was saved" in refused
+        assert loaded is None
+
+
+@pytest.mark.quick
+def test_groups_of_experts_have_an_order():
+    """The order of a set of names is another one in each process: ranks would reduce different parameters as one."""
+    parameters = []
+    for size in range(2, 40):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.allreduce, parameter.group_name = False, f"ep_size_{size}"
+        parameters.append(parameter)
+    found = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
+    names = [group["name"] for group in found if group.get("moe")]
+    assert len(names) == 38 and names == sorted(names)

@@ -11,6 +11,8 @@ from typing import Any, Dict, Iterator, List
 
 import torch
 
+import deepspeed.comm as dist
+from deepspeed.checkpoint.constants import PARTITION_COUNT
 from deepspeed.utils.mixed_precision_linkage import link_hp_params
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 
@@ -153,8 +155,20 @@ class InBaseOrder(EvenOrder):
             with every_rank_raises("load a checkpoint", self.dp_process_group):
                 if checkpoint_folder:
                     self._link_in_base_order()
+                else:
+                    self._refuse_other_experts(state_dict_list)
                 super().load_state_dict(
                     state_dict_list, load_optimizer_states, load_from_fp32_weights, checkpoint_folder, *args, **kwargs
+                )
+
+    def _refuse_other_experts(self, state_dict_list):
+        """Raises ValueError if experts lay on other numbers of ranks: their parts have the same sizes on each rank."""
+        saved = (state_dict_list[dist.get_rank(self.dp_process_group)] or {}).get(PARTITION_COUNT)
+        for index, group in enumerate(self.optimizer.param_groups):
+            if group.get("moe") and saved is not None and saved[index] != self.partition_count[index]:
+                raise ValueError(
+                    f"each expert of parameter group {index} lay on {saved[index]} ranks when the checkpoint was "
+                    f"saved, and lies on {self.partition_count[index]}; load it with the same ep_size or autoep_size"
                 )
 
     @contextlib.contextmanager

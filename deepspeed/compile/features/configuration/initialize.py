@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# Properties of a tensor on a rank: name -> value.
+# Options of the section ``compile``, and of ``zero_optimization``, by which ranks send other messages.
+_SENDING = (
+    *("regional_compilation", "overlap_param_gather", "shard_parameters", "keep_gathered", "copy_engines"),
+    *("optimizer_states", "store_param_remainders"),
+)
+_SENDING_OF_ZERO = ("stage", "reduce_bucket_size", "round_robin_gradients", "compute_grad_norm")
+# Properties of a tensor or an option on a rank: name -> value.
 Traits = Dict[str, str]
 
 
@@ -63,6 +69,7 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module, args: Any
         engine._set_distributed_vars(args)
         engine._set_client_model(module)
         _refuse(engine, ranks_of_one_model(engine))
+        _compare("configurations", _options(engine), ranks_of_one_model(engine))
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
@@ -143,17 +150,25 @@ def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Op
 
 def _compare(what, own, group):
     # Import here, as in _refuse().
-    from ...zero_1_and_2.collectives import collective, every_rank_raises
+    from ...zero_1_and_2.collectives import every_rank_raises, of_first_rank
 
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    first_traits: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
-    with collective(f"learn whether the {what} of all ranks are the same"):
-        torch.distributed.broadcast_object_list(first_traits, src=first, group=group)
-    assert first_traits[0] is not None
+    first_traits: List[Tuple[str, Traits]] = of_first_rank(own, f"{what} of all ranks", group)
     with every_rank_raises("make an engine", group):
-        difference = _difference(dict(own), dict(first_traits[0]), first)
+        difference = _difference(dict(own), dict(first_traits), first)
         if difference:
             raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
+
+
+def _options(engine):
+    """Lists the options by which ranks decide what they send, and in which order. A host may differ in others."""
+    of_compile, of_zero = engine._config.compile_config, engine._config.zero_config
+    options = [(f"compile.{name}", getattr(of_compile, name, None)) for name in _SENDING]
+    options += [(f"zero_optimization.{name}", getattr(of_zero, name)) for name in _SENDING_OF_ZERO]
+    # Each rank may write its pictures elsewhere, and pin memory or not.
+    options.append(("compile.memory_picture", getattr(of_compile, "memory_picture", None) is not None))
+    options.append(("zero_optimization.offload_optimizer", engine.zero_cpu_offload()))
+    return [(name, {"value": str(value)}) for name, value in options]
 
 
 def _traits(module, with_buffers):

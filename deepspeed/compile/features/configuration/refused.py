@@ -53,6 +53,11 @@ def _unsupported_parallelism(request):
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
+    if engine.mpu is None and groups.mpu is not None and groups._get_sequence_parallel_world_size() > 1:
+        yield (
+            "an earlier engine's mpu makes ranks share sequences, and this engine was given none; give "
+            "deepspeed.initialize() that mpu, or set deepspeed.utils.groups.mpu to None"
+        )
     # An earlier engine's mesh is used by later ones, which have none.
     mesh = engine.mesh_device or groups.mesh_device
     ranks = 1 if mesh is None else mesh["sequence_parallel"].size()
@@ -104,6 +109,12 @@ def _unsupported_engines(engine):
         yield (
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates "
             "in fp32, or grad_accum_dtype='bf16'"
+        )
+    autocasts = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    if autocasts and not engine.zero_compute_grad_norm() and dist.get_world_size() > 1:
+        yield (
+            "zero_optimization.compute_grad_norm=false lets each rank decide by itself whether torch_autocast in fp16 "
+            "skips a step; leave it out, or set torch_autocast.dtype to bfloat16"
         )
     if engine._config.compile_config.autoep_non_moe:
         yield (

@@ -47,9 +47,11 @@ def put_in_front(tensor: torch.Tensor, kind: Any, **attributes: Any) -> None:
 
 def take_from_front(tensor: torch.Tensor, kind: Any, attribute: str) -> None:
     """Undoes :func:`put_in_front`. A pickle of the tensor has all of its attributes."""
-    if isinstance(tensor, kind):
-        tensor.__class__ = tensor.own_class
-        delattr(tensor, attribute)
+    of_tensor: Any = type(tensor)
+    # Another thread may do the same.
+    if issubclass(of_tensor, kind):
+        tensor.__class__ = of_tensor.own_class
+        vars(tensor).pop(attribute, None)
 
 
 @functools.cache
@@ -68,22 +70,19 @@ class Arriving(InFront):
         return cls.own_class(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # A pickle contains all attributes, so wait first, which removes `_arrival`.
-        kind: Any = type(self).own_class
-        _wait_for(self)
-        return kind.__reduce_ex__(self, protocol)
+        # A pickle contains all attributes, and without the class there is no `_arrival`.
+        return _with_values(type(self).own_class.__reduce_ex__, (self, protocol), {})
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         # Dynamo traces this branch too. There guards wait.
         if not torch.compiler.is_dynamo_compiling():
             if is_traced():
                 wait_in_guards()
-            if function not in WITHOUT_VALUES and not _wait_for((args, kwargs)):
-                return function(*args, **kwargs)
+            if function not in WITHOUT_VALUES:
+                return _with_values(function, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+            return function(*args, **kwargs or {})
 
 
 def is_traced() -> bool:
@@ -92,18 +91,26 @@ def is_traced() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
-def _wait_for(arguments: Any) -> bool:
-    """Waits for the parameters among arguments. Returns whether a tensor is still :class:`Arriving`.
+def _with_values(function: Any, args: Any, kwargs: Any) -> Any:
+    """Waits for the parameters among arguments, and calls a function for which they have their own class.
 
-    Such a tensor was never sent, or Dynamo inspects it while it traces: guards must read the class from before.
+    Not a tensor that was never sent, nor any while Dynamo traces: then guards must read the class from before.
     """
+    found = list(_arriving_among((args, kwargs) if kwargs else args))
+    # Another thread may have waited for a parameter by now.
+    sent = [(parameter, arrival) for parameter in found if (arrival := getattr(parameter, "_arrival", None))]
     keeps = is_traced()
-    for parameter in _arriving_among(arguments):
-        # Another thread may have waited for the parameter by now.
-        arrival = getattr(parameter, "_arrival", None)
-        if arrival is not None:
-            (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
-    return any(True for _ in _arriving_among(arguments))
+    for _, arrival in sent:
+        (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
+    if keeps or len(sent) < len(found):
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    unmark(found)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for parameter, arrival in sent:
+            arrival.gather.mark_again(parameter, arrival)
 
 
 def _arriving_among(value: Any) -> Iterator["Arriving"]:

@@ -24,7 +24,7 @@ from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from ..blocks.feature import Blocks, chosen_blocks
 from ..blocks.parameters import by_block, held_by_scripts
-from .arriving import Arrival, can_be_marked, mark, unmark
+from .arriving import Arrival, Arriving, can_be_marked, mark, put_in_front, unmark
 from .guards_of_callers import all_guards
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ class OverlapGather(Feature, AllGather):
         self._works: Dict[int, Tuple[list, set]] = {}
         # Two threads of the caller may read one parameter.
         self._lock = threading.RLock()
-        # The stream on which the units were sent.
+        # The stream on which the units were sent, and the number of its device. None on a CPU.
         self._stream: Any = None
+        self._device = context.optimizer.bit16_groups_flat[0].device.index
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
         # How many tensors beside parameters each group's flat tensor had at the last look for aliases.
@@ -153,6 +154,9 @@ class OverlapGather(Feature, AllGather):
                     return True
         return False
 
+    def runs(self) -> List[List[List[Tuple[int, int]]]]:
+        return self._runs
+
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         # A forward needs the first unit before it begins.
         world = layouts_of(self._optimizer())[group].world
@@ -204,19 +208,19 @@ class OverlapGather(Feature, AllGather):
 
     def receive(self, unit: int) -> None:
         with self._lock:
-            stream, (works, waited) = get_accelerator().current_stream(), self._works.get(unit, ((), set()))
+            # Name the device: in a thread of the caller's, another one may be current.
+            stream = get_accelerator().current_stream(self._device)
+            works, waited = self._works.get(unit, ((), set()))
             if stream in waited:
                 return
-            elsewhere = bool(works) and stream != self._stream
+            streams = {stream, self._stream}
             # Keep the works until the parameters have their class again: another stream of the caller's may read them
             # next, and must wait too. If a wait raised, every later one must raise, because nobody may use them.
             for work in works:
-                with collective(PURPOSE):
-                    work.wait()
-                    if elsewhere:
-                        with get_accelerator().stream(self._stream):
-                            work.wait()
-            waited.update((stream, self._stream))
+                for waiting in streams:
+                    with collective(PURPOSE), get_accelerator().stream(waiting):
+                        work.wait()
+            waited.update(streams)
 
     def receive_all(self) -> None:
         if self._works:
@@ -225,7 +229,18 @@ class OverlapGather(Feature, AllGather):
                     self.receive(unit)
 
     def arrive(self, unit: int) -> None:
-        self.wait((unit,))
+        with self._lock:
+            self.receive(unit)
+            # On a GPU, another stream may read the parameters next, and must wait until they are there. The forward
+            # gives the class back earlier, because guards of compiled blocks read it.
+            works, _ = self._works.get(unit, ((), set()))
+            if self._stream is None or all(map(_is_over, works)):
+                self._give_back(unit)
+
+    def mark_again(self, parameter: torch.Tensor, arrival: Arrival) -> None:
+        with self._lock:
+            if arrival.unit in self._works:
+                put_in_front(parameter, Arriving, _arrival=arrival)
 
     def _give_back(self, unit):
         if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:
@@ -247,6 +262,11 @@ class OverlapGather(Feature, AllGather):
         finally:
             for unit in list(self._works):
                 self._give_back(unit)
+
+
+def _is_over(work):
+    """Whether a device has done what :meth:`AllGather.begin` has begun. Some of it is an event."""
+    return work.query() if hasattr(work, "query") else work.is_completed()
 
 
 def _tensors_beside_parameters(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[torch.Tensor]:

@@ -8,7 +8,7 @@ and not for ``cat((p,))``. They also read that class, which torch before 2.13 le
 
 import contextlib
 import weakref
-from typing import Iterator, Protocol
+from typing import Any, Iterator, Protocol
 
 import torch
 from torch.torch_version import TorchVersion
@@ -20,10 +20,14 @@ class Awaited(Protocol):
     """What has parameters on their way, and waits for them by unit."""
 
     def arrive(self, unit: int) -> None:
-        """Waits for the parameters of a unit, and gives them their own class back."""
+        """Waits for the parameters of a unit, and gives them their own class back if no other stream can read them
+        before they are there."""
 
     def receive(self, unit: int) -> None:
         """Waits for the parameters of a unit. They keep their class."""
+
+    def mark_again(self, parameter: torch.Tensor, arrival: Any) -> None:
+        """Marks a parameter whose unit is still on its way for other streams."""
 
     def receive_all(self) -> None:
         """Does the same for all units."""

@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import gc
 import itertools
 import operator
 import os
@@ -18,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.subclasses import BROADCAST_LATER
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import log_info
@@ -39,14 +41,22 @@ def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
     Raises:
         ValueError: if both engines are to train the parameters.
     """
-    owners = (owner_of(parameter) for parameter in engine.module.parameters())
-    for owner in dict.fromkeys(owner for owner in owners if owner is not None):
-        if _trains(engine) and not owner.is_closed:
+    found = (owner_of(parameter) for parameter in engine.module.parameters())
+    owners = list(dict.fromkeys(owner for owner in found if owner is not None))
+    if not owners:
+        return
+    # An engine that nobody destroyed is closed when Python collects it, on each rank at another time.
+    with every_rank_raises("make an engine", owners[0].process_group):
+        if _trains(engine) and not all(owner.is_closed for owner in owners):
             raise ValueError(
                 "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
                 "call destroy() of that engine first, on all ranks"
             )
-        owner.give_up()
+    while owners:
+        owners.pop().give_up()
+    # Units and what has them refer to each other. Until Python collects them, they hold memory that DeepSpeed is about
+    # to copy the parameters out of.
+    gc.collect()
 
 
 def _trains(engine):

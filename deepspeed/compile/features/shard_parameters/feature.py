@@ -77,6 +77,7 @@ class ShardParameters(Feature, AllGather):
         passes: gathers them for forwards and backwards, block by block.
         whole: which of them are whole.
         outside: the unit of the other trained parameters outside of blocks, which is never resharded, or None.
+        process_group: of the ranks that have parts of the parameters.
         is_closed: whether the engine was destroyed.
     """
 
@@ -98,10 +99,10 @@ class ShardParameters(Feature, AllGather):
         """Nothing is sharded yet."""
         AllGather.__init__(self, context.optimizer)
         module, blocks = context.module, context.get(Blocks)
-        self._group = _groups_of_shards[context.optimizer.dp_process_group]
+        self.process_group = _groups_of_shards[context.optimizer.dp_process_group]
         self._device = context.optimizer.bit16_groups_flat[0].device
         shards_all = context.request.options.shard_parameters == "all"
-        world = dist.get_world_size(self._group)
+        world = dist.get_world_size(self.process_group)
         self._shards_trained = shards_all and world > 1
         self._make_units(context, blocks.blocks)
         for block in blocks.blocks:
@@ -123,10 +124,10 @@ class ShardParameters(Feature, AllGather):
         blocks.wrap_calls(self.passes.around_call, always=True)
         if self.units:
             blocks.wrap_module(self.passes.around_module)
-            synchronize_generation(module, self.whole, self._group, context.undo)
+            synchronize_generation(module, self.whole, self.process_group, context.undo)
 
     def _make_units(self, context, blocks):
-        optimizer, module, process_group = context.optimizer, context.module, self._group
+        optimizer, module, process_group = context.optimizer, context.module, self.process_group
         trained = registered_parameters(optimizer)
         # Trained parameters that no block holds alone: large ones, and others in a unit that is never resharded.
         self.outside: Optional[Unit] = None
@@ -184,7 +185,7 @@ class ShardParameters(Feature, AllGather):
         # for one unit runs where ranks compare errors for the next: otherwise they would wait for a rank that raised.
         optimizer = self._optimizer() if self._shards_trained else None
         segments = [segment for unit in self._all_units() for segment in unit.memory.trained]
-        alone: Callable[[], None] = functools.partial(take_partitions, optimizer, segments, self._group)
+        alone: Callable[[], None] = functools.partial(take_partitions, optimizer, segments, self.process_group)
         for unit in self.units:
             unit.take_in(alone)
             alone = unit.reshard
@@ -192,7 +193,7 @@ class ShardParameters(Feature, AllGather):
             self.outside.take_in(alone)
             # Parameters that were cut from the host have no values on a rank but its shards.
             alone = self.outside.refresh
-        with every_rank_raises(TAKE_IN, self._group):
+        with every_rank_raises(TAKE_IN, self.process_group):
             alone()
             if optimizer is not None:
                 give_up_flats(optimizer, segments)
@@ -229,7 +230,7 @@ class ShardParameters(Feature, AllGather):
             self._steps_before_keeping -= 1
             if not self._steps_before_keeping:
                 units = list(self._unit_of.values())
-                self.whole.most_kept = blocks_that_fit(units, self._group, self._device)
+                self.whole.most_kept = blocks_that_fit(units, self.process_group, self._device)
                 log_notice(
                     f"compile.keep_gathered: of {len(units)} blocks, {self.whole.most_kept} stay whole until their "
                     "backward"

@@ -117,6 +117,8 @@ class _Cutting(DeepSpeedZeroOptimizer):
             with collective(PURPOSE):
                 dist.broadcast(sent.view(torch.uint8), src=source, group=process_group)
             own.narrow(0, piece.offset, piece.numel).copy_(sent.narrow(0, piece.source_offset, piece.numel))
+            # Before memory for the next parameter is allocated.
+            del sent
             # The host's memory, too, is given back parameter by parameter.
             parameter.data = flat[:1].expand(shape)
             if use_cpu_data:

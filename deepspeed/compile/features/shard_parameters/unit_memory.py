@@ -201,7 +201,8 @@ class UnitMemory:
         if self.has_external_views:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
             self.keep_own_part(trained_too=self.external_views_are_current)
-            return torch.empty_like(self.buffer)
+            # Trained ones are gathered into the buffer. Frozen ones lie before them.
+            return self.buffer.new_empty(self.frozen.end)
         self.buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
         return self.buffer

@@ -142,39 +142,46 @@ class Orthogonalizer:
         late: List[Tuple[torch.Tensor, torch.Tensor]] = []
         for number in range(max(map(len, batches))):
             of_ranks = [of_rank[number] if number < len(of_rank) else [] for of_rank in batches]
-            sent = [[gradients.get(index, like) for index in of_owner] for of_owner in of_ranks]
-            awaited = [[matrices[index].shards[other] for index in of_ranks[rank]] for other in range(world)]
-            received = _exchange(process_group, sent, [[numel for _, numel in part] for part in awaited], like)
-            updates: List[List[torch.Tensor]] = [[] for _ in range(world)]
-            if batch := of_ranks[rank]:
-                memory = like.new_empty(len(batch), matrices[batch[0]].numel)
-                places = [
-                    row.narrow(0, first, numel)
-                    for part in awaited
-                    for row, (first, numel) in zip(memory, part, strict=True)
-                ]
-                torch._foreach_copy_(places, received)
-                # Free what came, whose memory Newton-Schulz may use.
-                del received
-                momentum_of_batch, momentum = momentum[: memory.numel()], momentum[memory.numel() :]
-                shape = (-1, *matrices[batch[0]].shape)
-                updated = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(memory.shape)
-                pairs = [pair for pair in zip(updated, batch, strict=True) if matrices[pair[1]].owners[0] == rank]
-                for other, part in enumerate(updates):
-                    part += [row.narrow(0, *matrices[index].shards[other]) for row, index in pairs]
-            # The first owner of each matrix sends its update.
-            senders = enumerate(of_ranks)
-            updated_by = [[index for index in own if matrices[index].owners[0] == owner] for owner, own in senders]
-            sizes = [[matrices[index].shards[rank][1] for index in of_owner] for of_owner in updated_by]
-            received = _exchange(process_group, updates, sizes, like)
-            for index, update in zip(itertools.chain(*updated_by), received, strict=True):
-                target = gradients.get(index, like)
-                if len(matrices[index].owners) > 1:
-                    late.append((target, update))
-                else:
-                    target.copy_(update)
+            numel = sum(matrices[index].numel for index in of_ranks[rank])
+            self._run_round(process_group, matrices, of_ranks, gradients, momentum[:numel], settings, late)
+            momentum = momentum[numel:]
         for target, update in late:
             target.copy_(update)
+
+    def _run_round(self, process_group, matrices, of_ranks, gradients, momentum, settings, late):
+        """Exchanges the gradients and the updates of one batch of each owner. What it has is freed before the next."""
+        rank, world, like = dist.get_rank(process_group), len(of_ranks), momentum.new_empty(0)
+        sent = [[gradients.get(index, like) for index in of_owner] for of_owner in of_ranks]
+        awaited = [[matrices[index].shards[other] for index in of_ranks[rank]] for other in range(world)]
+        received = _exchange(process_group, sent, [[numel for _, numel in part] for part in awaited], like)
+        updates: List[List[torch.Tensor]] = [[] for _ in range(world)]
+        if batch := of_ranks[rank]:
+            memory = like.new_empty(len(batch), matrices[batch[0]].numel)
+            places = [
+                row.narrow(0, first, numel)
+                for part in awaited
+                for row, (first, numel) in zip(memory, part, strict=True)
+            ]
+            torch._foreach_copy_(places, received)
+            # Free what came, whose memory Newton-Schulz may use.
+            del received
+            shape = (-1, *matrices[batch[0]].shape)
+            updated = _update(memory.view(shape), momentum.view(shape), settings).reshape(memory.shape)
+            pairs = [pair for pair in zip(updated, batch, strict=True) if matrices[pair[1]].owners[0] == rank]
+            for other, part in enumerate(updates):
+                part += [row.narrow(0, *matrices[index].shards[other]) for row, index in pairs]
+        # The first owner of each matrix sends its update.
+        senders = enumerate(of_ranks)
+        updated_by = [[index for index in own if matrices[index].owners[0] == owner] for owner, own in senders]
+        sizes = [[matrices[index].shards[rank][1] for index in of_owner] for of_owner in updated_by]
+        received = _exchange(process_group, updates, sizes, like)
+        for index, update in zip(itertools.chain(*updated_by), received, strict=True):
+            target = gradients.get(index, like)
+            if len(matrices[index].owners) > 1:
+                # Not a view, which would keep all that came.
+                late.append((target, update.clone()))
+            else:
+                target.copy_(update)
 
     def _batches(self, matrices: List[Matrix], owner: int) -> List[List[int]]:
         """Lists the indices of matrices that an owner orthogonalizes together: neighbours of one shape, whose momentum

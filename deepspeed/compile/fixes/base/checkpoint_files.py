@@ -151,10 +151,10 @@ def _is_cut_off(path):
         return file.read(2) == b"PK" and not zipfile.is_zipfile(path)
 
 
-def read_latest(folder: str) -> Optional[str]:
+def read_latest(folder: str, name: str = LATEST) -> Optional[str]:
     """Returns the tag that a folder's file ``latest`` names; None if there is no such file."""
     with contextlib.suppress(OSError):
-        with open(os.path.join(folder, LATEST)) as file:
+        with open(os.path.join(folder, name)) as file:
             return file.read().strip()
     return None
 

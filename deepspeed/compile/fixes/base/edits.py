@@ -34,6 +34,7 @@ EDITS = {
         "\n    def _optimized_linear_offload_setup": "        timeouts.shorten_timeouts(self)\n...",
         # whole_checkpoints.py
         "    def save_checkpoint(self, save_dir, tag=None,": "    @whole_checkpoints.tells_which_is_whole\n...",
+        "    def load_checkpoint(self,\n": "    @whole_checkpoints.loads_one_checkpoint\n...",
         (
             "            self.checkpoint_engine.commit(commit_info)\n"
             "            if save_latest and self.global_rank == 0:\n"
@@ -119,6 +120,19 @@ EDITS = {
         "            chunk_len = seq_length // self.sp_world_size\n": (
             "...            packed_rows.look(getattr(self, 'attention', None), batch['position_ids'])\n"
         ),
+        "        for k in batch.keys():\n            if torch.is_tensor(batch[k]):\n                batch": (
+            "        batch = packed_rows.without_lengths(batch)\n..."
+        ),
+        # A rank that evaluates alone has whole rows, of which transformers' mask is right.
+        "            if not _is_block_mask:\n": (
+            "            if not _is_block_mask and (module.training or not uattn.disable_in_eval):\n"
+        ),
+        "        if not module.training and self.disable_in_eval:\n": (
+            "...            packed_rows.count_own_heads(self, module, query, key)\n"
+        ),
+        "        if core_attn_implementation in unsupported_attn_implementation:\n": (
+            "        packed_rows.warn_of_windows(core_attn_implementation, hf_model_config)\n..."
+        ),
         # To DeepSpeed: SequenceTiledCompute keeps its inputs as attributes of the context. So the hidden states of all
         # tokens stay through the backward of all layers, until the caller drops the loss. Please save them for the
         # backward.
@@ -129,6 +143,20 @@ EDITS = {
         "        kwargs_to_shard = ctx.kwargs_to_shard\n": (
             "        kwargs_to_shard = dict(zip(ctx.keys_to_shard, ctx.saved_tensors))\n"
         ),
+    },
+    "deepspeed/runtime/sequence_parallel/parallel_state_sp.py": {
+        # To DeepSpeed: the ranks of a sequence count as those of a model, because these functions are missing. So a
+        # universal checkpoint cannot be made of what they save, nor be loaded by them, DeepSpeed's layers of experts
+        # take other ranks' tokens for their own, and partition_activations mixes activations of different tokens.
+        "get_model_parallel_group = get_sequence_parallel_group\n": (
+            "...\n\ndef get_tensor_model_parallel_world_size():\n    return 1\n"
+            "\n\ndef get_tensor_model_parallel_rank():\n    return 0\n"
+        ),
+    },
+    "deepspeed/moe/utils.py": {
+        # To DeepSpeed: the order of a set of names is another one in each process, so where experts have several
+        # process groups, ranks reduce and save different parameters as one. Please sort the names.
+        "        for key in data_parallel_group_names:\n": "        for key in sorted(data_parallel_group_names):\n",
     },
     "deepspeed/utils/debug.py": {
         # subclasses.py

@@ -8,7 +8,7 @@ layer attends to all tokens before. Please make a mask of the gathered positions
 """
 
 import functools
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional
 
 import torch
 from torch.nn import Module
@@ -22,6 +22,36 @@ FLEX = (
     "a row holds several texts, which attend to each other where ranks share sequences and attn_implementation is "
     "'flex_attention'; use 'sdpa' or 'flash_attention_2'"
 )
+
+
+WINDOWS = (
+    "where ranks share sequences and attn_implementation is 'flex_attention', layers with a sliding window attend to "
+    "all tokens before; use 'sdpa' or 'flash_attention_2'"
+)
+# What collators without padding tell of a row beside its positions.
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def without_lengths(batch: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns what DeepSpeed's loader can cut of a batch. TRL's packing adds lengths, which the positions tell too."""
+    return {name: value for name, value in batch.items() if name not in _LENGTHS}
+
+
+def count_own_heads(attention: "UlyssesSPAttentionHF", module: Module, query: torch.Tensor, key: torch.Tensor) -> None:
+    """Called for a rank that evaluates alone: a training step has counted the heads that it has then.
+
+    Args:
+        query, key: [rows, heads, tokens, width].
+    """
+    if attention.kv_replication_factor > 1:
+        module.num_key_value_groups = query.shape[1] // key.shape[1]
+
+
+def warn_of_windows(implementation: str, config: Any) -> None:
+    """Warns of a model whose sliding windows DeepSpeed drops. ``config``: the model's own of transformers."""
+    of_text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if implementation == "flex_attention" and "sliding_attention" in (getattr(of_text, "layer_types", None) or ()):
+        logger.warning(WINDOWS)
 
 
 def look(attention: Optional["UlyssesSPAttentionHF"], position_ids: torch.Tensor) -> None:

@@ -9,13 +9,14 @@ all ranks first, and put ``latest`` in place by a rename.
 
 import contextlib
 import functools
+import inspect
 import os
-from typing import TYPE_CHECKING, Callable, ContextManager, NoReturn, Optional
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, NoReturn, Optional
 
 import deepspeed.comm as dist
 from deepspeed.utils.logging import logger
 
-from ...zero_1_and_2.collectives import every_rank_raises
+from ...zero_1_and_2.collectives import every_rank_raises, of_first_rank
 from . import checkpoint_files
 from .timeouts import trains_here
 
@@ -82,13 +83,12 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
         if not writer.is_decoupled():
             writer.commit(info)
     engine._save_has_come_to = IS_WHOLE
-    if info.save_latest:
-        with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
-            # Where each host has a folder of its own, each has the file.
-            if (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
-                path = os.path.join(info.save_dir, checkpoint_files.LATEST)
-                with checkpoint_files.replacing(path) as other, open(other, "w") as file:
-                    file.write(info.tag)
+    with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
+        # Where each host has a folder of its own, each has the file. Only the ranks that write it need ask for it.
+        if info.save_latest and (engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0:
+            path = os.path.join(info.save_dir, checkpoint_files.LATEST)
+            with checkpoint_files.replacing(path) as other, open(other, "w") as file:
+                file.write(info.tag)
 
 
 @contextlib.contextmanager
@@ -100,6 +100,45 @@ def _on_every_rank(engine, purpose):
     else:
         yield
         dist.barrier()
+
+
+def loads_one_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates ``engine.load_checkpoint()``: if ranks would load states of different checkpoints, every rank raises.
+
+    Without DeepCompile such ranks exchange nothing while they load, and train apart afterwards.
+    """
+
+    @functools.wraps(load)
+    def load_checkpoint(engine, load_dir, tag=None, *args, **kwargs):
+        asked = inspect.signature(load).bind(engine, load_dir, tag, *args, **kwargs)
+        asked.apply_defaults()
+        if (
+            trains_here(engine)
+            and asked.arguments["load_optimizer_states"]
+            and not asked.arguments["load_module_only"]
+        ):
+            _refuse_other_checkpoints(engine, load_dir, tag)
+        return load(engine, load_dir, tag, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def _refuse_other_checkpoints(engine, folder, tag):
+    group = engine.seq_data_parallel_group
+    with every_rank_raises("find the checkpoint", group):
+        name = checkpoint_files.LATEST + ("_universal" if engine.load_universal_checkpoint() else "")
+        own = checkpoint_files.read_latest(folder, name) if tag is None else str(tag)
+    first = of_first_rank(own, "checkpoints of all ranks", group)
+    with every_rank_raises("find its files of the checkpoint", group):
+        # A program may give each host a tag of its own.
+        if tag is None and own != first:
+            found = f"reads the tag {own} in" if own else "can read no tag in"
+            raise ValueError(
+                f"this rank {found} {os.path.join(folder, name)}, and the first rank loads the checkpoint {first}; "
+                "let all ranks see the same files, or give the tag"
+            )
+        if own is not None and not engine._get_all_ckpt_names(folder, own):
+            refuse(engine._get_ckpt_name(folder, own))
 
 
 def refuse(path: str) -> NoReturn:

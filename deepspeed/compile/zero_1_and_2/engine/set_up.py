@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..collectives import collective, every_rank_raises
+from ..collectives import collective, every_rank_raises, of_first_rank
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.native import Reducer, reducer_module
 from ..gradient.registered import registered_parameters
@@ -88,6 +88,7 @@ def _set_up(request):
             # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement, layouts)
             deepcompile = EngineState(engine, reducer, features, placement, layouts)
+        _refuse_other_gathers(deepcompile.gather.runs(), group)
         if optimizer.bit16_groups_flat[0].is_cpu:
             agree_whether_to_hold(reducer, group)
         # From here on, the engine cannot train without DeepCompile: attach() frees memory and hooks that it needs.
@@ -108,6 +109,18 @@ def _set_up(request):
     # whole.
     get_accelerator().empty_cache()
     return graphs
+
+
+def _refuse_other_gathers(runs, group):
+    """Raises ValueError on all ranks if one gathers parameters in another order, which no message would tell."""
+    of_first = of_first_rank(runs, "gathers of all ranks", group)
+    with every_rank_raises("set an engine up", group):
+        if runs != of_first:
+            raise ValueError(
+                "this rank gathers parameters in another order than the first rank, because it is to compile other "
+                "blocks; build the same model on every rank, with the same forwards, or set "
+                "compile.overlap_param_gather to false"
+            )
 
 
 def make_reducer(request: Request, identity: int) -> Reducer:

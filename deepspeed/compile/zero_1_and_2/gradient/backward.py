@@ -17,6 +17,7 @@ import torch
 from deepspeed.utils import logger
 
 from ..layout import Layout
+from ..messages import warn
 from ..parameter.placement import Placement
 from .native import Reducer
 from .views import PartitionViews
@@ -67,7 +68,7 @@ class BackwardLife:
         self._restarts_at: Optional[int] = None  # the value to which the next backward resets `engine.micro_steps`
         # Whether a backward has begun in the current region, the scope of engine.coalesce_grad_reduction().
         self._in_region = False
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_drop = False
         # The reducer may outlive this object, and must not keep it alive.
         begin = weakref.WeakMethod(self.begin_unannounced)
         reducer.listen(lambda: (call := begin()) is not None and call())
@@ -172,10 +173,12 @@ class BackwardLife:
         if self._step.has_unannounced:
             self._reduce_rest(True)
         if not self._is_complete:
+            # Those of its earlier micro-batches too: they would be added to the next step.
+            self.drop_step()
             self.begin_anew()
             raise RuntimeError(
-                "optimizer.step() found no gradients: run a backward at the gradient accumulation "
-                "boundary first (they are dropped by step(), zero_grad() and a backward that raised; and a "
+                "optimizer.step() found no gradients of the last micro-batch: run all of the step's micro-batches "
+                "again, each with a backward (step(), zero_grad() and a backward that raised drop gradients; and a "
                 "loss.backward() that leads to no parameter of the engine is none of its backwards, but "
                 "engine.backward(loss) is)"
             )
@@ -215,6 +218,19 @@ class BackwardLife:
         engine = self._engine()
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
+
+    def drop_by_caller(self) -> None:
+        """Called when the caller drops gradients. Warns once where DeepSpeed without DeepCompile keeps them."""
+        step = self._step
+        # In ZeRO-1 parameters hold the gradients, and lose them there too.
+        keeps = self._optimizer().partition_gradients and step.backwards and not self._is_complete
+        if keeps and not step.caller_defines_step and not self._has_warned_of_drop:
+            self._has_warned_of_drop = True
+            warn(
+                "zero_grad() between the micro-batches of a step has dropped the gradients of those before, which "
+                "DeepSpeed without DeepCompile keeps; call it before the first micro-batch of a step, or not at all"
+            )
+        self.drop_step()
 
     def drop_step(self) -> None:
         """Drops every gradient of the step, and forgets which of its backwards were dropped before."""

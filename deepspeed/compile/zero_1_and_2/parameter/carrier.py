@@ -13,6 +13,8 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ..collectives import every_rank_raises
+
 # Parameters whose shards have fewer elements are gathered together, so many elements of them at once.
 JOINED_NUMEL = 2**17
 STAGED_NUMEL = 2**23
@@ -83,6 +85,14 @@ class Collectives(Carrier):
         self._group = process_group
         self._rank, self._world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._side: Any = None  # the stream on which parameters are copied from where they arrive together
+
+    def flat_tensor(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        with every_rank_raises("make room for parameters", self._group):
+            return super().flat_tensor(numel, like)
+
+    def partition(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        # Its callers compare errors.
+        return super().flat_tensor(numel, like)
 
     def beside(self, process_group: ProcessGroup) -> "Carrier":
         return Collectives(process_group)

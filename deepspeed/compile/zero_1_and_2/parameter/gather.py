@@ -25,6 +25,10 @@ class AllGather:
         """Called on every rank when a step begins, before it makes views of the flat tensors, or reads parameters that
         a caller may have changed."""
 
+    def runs(self) -> List[List[List[Tuple[int, int]]]]:
+        """Lists what a step gathers: unit -> parameter group -> runs, in the order in which all ranks gather them."""
+        return [[[layout.run(place) for place in layout.places] for layout in layouts_of(self._optimizer())]]
+
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Lists the spans to step before all others, because :meth:`start_first` can send them: [first, last) in
         elements of this rank's partition of a parameter group."""

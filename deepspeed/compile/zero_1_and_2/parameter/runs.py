@@ -11,6 +11,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..layout import Layout, layouts_of
 
+# Elements that are copied to another device or dtype at a time, through memory of their size.
+PIECE_NUMEL = 2**24
+
 
 class Runs:
     """The elements of a partition in order: runs of contiguous memory.
@@ -55,12 +58,20 @@ class Runs:
 
     def write(self, first: int, values: torch.Tensor) -> None:
         """Writes values, 1-D and of any dtype and device, to the elements from ``first`` on."""
-        views = self.views(first, first + values.numel())
-        if len(views) == 1:
-            views[0].copy_(values, non_blocking=True)
-        elif views:
-            parts = values.to(self.device, non_blocking=True).split_with_sizes([view.numel() for view in views])
-            torch._foreach_copy_(views, parts)
+        for piece in values.split(PIECE_NUMEL):
+            views = self.views(first, first + piece.numel())
+            first += piece.numel()
+            if len(views) == 1:
+                views[0].copy_(piece, non_blocking=True)
+            elif views:
+                parts = piece.to(self.device, non_blocking=True).split_with_sizes([view.numel() for view in views])
+                torch._foreach_copy_(views, parts)
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Copies all elements to a tensor, 1-D and of any dtype and device."""
+        for first in range(0, self.numel, PIECE_NUMEL):
+            last = min(first + PIECE_NUMEL, self.numel)
+            target[first:last].copy_(self.read(first, last))
 
 
 def in_one_run(memory: torch.Tensor) -> Runs:

@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ..collectives import every_rank_raises
 from ..feature import classes
 from ..layout import Layout
 from ..parameter.carrier import carrier_of
@@ -63,7 +64,7 @@ class EvenOrder(DeepSpeedZeroOptimizer):
 
     def _restore_from_bit16_weights(self) -> None:
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            master.data.copy_(own_parameters(self, group).read(0, master.numel()))
+            own_parameters(self, group).copy_to(master.data)
 
     def update_lp_params(self) -> None:
         for group, master in enumerate(self.single_partition_of_fp32_groups):
@@ -122,9 +123,12 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
 def _adopt_group(optimizer, group, layout):
     master, flat = optimizer.single_partition_of_fp32_groups[group], optimizer.bit16_groups_flat[group]
     values = optimizer.masters_from_base(group)
-    if optimizer.cpu_offload and optimizer.cpu_offload_pin_memory:
-        get_accelerator().unpin_memory(master)
-        values = get_accelerator().pin_memory(values)
+    if optimizer.cpu_offload:
+        with every_rank_raises("pin master weights", optimizer.real_dp_process_group[group]):
+            # A host may have no memory to pin.
+            if optimizer.cpu_offload_pin_memory:
+                get_accelerator().unpin_memory(master)
+                values = get_accelerator().pin_memory(values)
     master.data = values
     # Views of the base's flat tensor, which is to go.
     optimizer.parallel_partitioned_bit16_groups[group] = []

@@ -76,7 +76,7 @@ class StepLocalGradients(EvenOrder):
         # A parameter that is still being gathered waits when Python code uses it. Dropping gradients needs no values.
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
-        self._deepcompile.backward.drop_step()
+        self._deepcompile.backward.drop_by_caller()
 
     # Checkpoints and states are those of a part. The base's two methods below read or write parameters.
 
