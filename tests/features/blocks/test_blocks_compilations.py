@@ -72,6 +72,22 @@ def test_layers_that_are_too_different(ranks):
     assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in raised
 
 
+@pytest.mark.options("compile.regional_compilation")
+@on_ranks(1)
+def test_frozen_layers_that_differ():
+    """Compilations of frozen layers would use up torch's own limit, and layers that train would run uncompiled."""
+    model = NamedBlocks(depth=5)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        pair = Beside(model, Case(config=REGIONAL))
+        for step in range(2):
+            pair.step(batch(step, 0, dist.get_rank(), 4))
+    (result,) = check([pair.end()])
+    # Six gradients of each of two layers.
+    assert min(result.from_graphs) >= 12, result.from_graphs
+
+
 @on_ranks(1)
 def test_compilations_before_a_reset_do_not_count():
     """An engine would go on uncompiled because compilations of graphs that are gone use up its limit."""

@@ -180,15 +180,23 @@ class Logging(Model):
         self.logged = {name: value.detach() * len(name)}
 
 
+@vary("lifted", [False, True])
 @on_ranks(1)
-def test_frames_without_parameters_do_not_count():
-    """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
+def test_frames_without_parameters_do_not_count(lifted):
+    """A frame that logs, and is compiled in each step, would end the compiling of those that train.
+
+    Or it would be compiled for ever, where those that train need more compilations than torch allows by itself.
+    """
 
     def change(model, step):
         model.step = str(step) * (step + 1)
 
-    (result,) = check([trained(Logging, static(False), 12, change)])
+    with mock.patch.object(compilation_limit.CompilationLimit, "_near_dynamo_limit", lifted):
+        (result,) = check([trained(Logging, static(False), 12, change)])
     assert not result.given_up and result.from_graphs[-1] > 0, result
+    # Of the frames in which a graph is compiled. Others take no time.
+    compilations = sorted(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+    assert compilations[-2] == torch._dynamo.config.recompile_limit, compilations
     assert not [warning for warning in result.warnings if "has compiled one frame" in warning], result
 
 

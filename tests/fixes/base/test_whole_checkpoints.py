@@ -277,6 +277,32 @@ def test_a_file_that_is_not_whole(tmp_path, rank, part, damage):
     assert resumed(run, folder, "whole") == []
 
 
+@pytest.mark.follows("load a checkpoint before going on")
+@vary("trained", [False, True])
+@on_ranks(2)
+def test_a_load_that_ends_half_way(tmp_path, trained):
+    """A program that goes on without the checkpoint would train its weights by the optimizer of before."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "whole")
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    if not trained:
+        engine.destroy()
+        engine = start(run, seed=1)[1]
+    if dist.get_rank() == 0:
+        missing(*(tmp_path / "other").glob(f"*{SECOND[1]}*"))
+    dist.barrier()
+    said = outcome(engine.load_checkpoint, folder, tag="other")
+    assert " is missing" in said
+    refused = f"RuntimeError: the last load of a checkpoint ended half way ({said}), so that the weights are not"
+    assert outcome(train, engine, run, [2]).startswith(refused)
+    assert outcome(engine.save_checkpoint, folder, tag="third").startswith(refused)
+    # As the message advises.
+    engine.load_checkpoint(folder)
+    assert differing(state(engine), torch.load(known(folder))) == []
+    train(engine, run, [2])
+    engine.destroy()
+
+
 @pytest.mark.follows("; load an earlier checkpoint in ")
 @on_ranks(1)
 def test_a_file_that_is_not_whole_of_the_latest(tmp_path):

@@ -17,9 +17,11 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from types import CodeType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -38,6 +40,8 @@ _CACHE = re.compile(r"transformers/cache_utils\.py|past_key_values\b.*\.layers\[
 # Matches Dynamo's names of the calls that block_calls.py gives to modules.
 _OWN_CALL = re.compile(r"<function (Module|BlockParent|Block)Call\.")
 _TORCH = str(Path(torch.__file__).parent)
+# As Dynamo treats a frame that has reached its limit: what is compiled runs, and other calls run uncompiled.
+_RUN_ONLY = eval_frame._FrameExecStrategy(*2 * [eval_frame._FrameAction.RUN_ONLY])
 
 
 def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -82,6 +86,8 @@ class CompilationLimit:
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
         self._thread = _Thread()
+        # Codes of frames that are to be compiled no more.
+        self._complete: List[CodeType] = []
         self._has_warned = self._has_warned_of_hooks = False
         # Owner of frames (a class of blocks, or "the model") -> where Dynamo last ended the graph of such a frame.
         self._graph_breaks: Dict[str, str] = {}
@@ -163,6 +169,9 @@ class CompilationLimit:
                 return compiled(*args, **kwargs)
         finally:
             set_back()
+            # Not before the compilation has ended, because Dynamo then lets a frame be compiled again.
+            while self._complete:
+                eval_frame.set_code_exec_strategy(self._complete.pop(), _RUN_ONLY)
 
     def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.
@@ -176,8 +185,7 @@ class CompilationLimit:
         Raises:
             RuntimeError: if the frame was compiled too often for training, and the caller wants an error then.
         """
-        near = 2 * compilations >= self._limit_of_dynamo
-        CompilationLimit._near_dynamo_limit = CompilationLimit._near_dynamo_limit or near
+        self._lift_if_near(compilations)
         if compilations == 1:
             # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
@@ -195,6 +203,20 @@ class CompilationLimit:
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
             warn(f"DeepCompile has compiled one frame {count} times: {self._why(what)}")
+
+    def _lift_if_near(self, compilations):
+        near = 2 * compilations >= self._limit_of_dynamo
+        CompilationLimit._near_dynamo_limit = CompilationLimit._near_dynamo_limit or near
+
+    def compiles_beside(self, code: CodeType, compilations: int, what: str) -> None:
+        """Called when a frame is compiled that reduces nothing, such as a function that logs metrics by name.
+
+        Dynamo's own limit applies to it, also where other frames need more.
+        """
+        self._lift_if_near(compilations)
+        if compilations >= self._limit_of_dynamo:
+            self._complete.append(code)
+            logger.info(f"Dynamo compiles {code.co_name} no more, after {compilations} times: {self._why(what)}")
 
     def _why(self, what):
         """Says why a frame of ``what`` is being compiled again."""

@@ -266,7 +266,8 @@ def _replace(alias, values):
 
 
 def _access(function, kind, args):
-    if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
+    # Without gradients nothing trains: peft asks so when a program takes another adapter for reference logits.
+    if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1] and torch.is_grad_enabled():
         shard = vars(args[0])[_SHARD]
         unit = shard.unit()
         if unit is None or not unit.memory.trains(shard.name):

@@ -17,6 +17,7 @@ import deepspeed.comm as dist
 from deepspeed.utils.logging import logger
 
 from ...zero_1_and_2.collectives import every_rank_raises, of_first_rank
+from ...zero_1_and_2.hooks import Hook
 from . import checkpoint_files
 from .timeouts import trains_here
 
@@ -118,9 +119,44 @@ def loads_one_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
             and not asked.arguments["load_module_only"]
         ):
             _refuse_other_checkpoints(engine, load_dir, tag)
-        return load(engine, load_dir, tag, *args, **kwargs)
+        with _loads_all(engine) if trains_here(engine) else contextlib.nullcontext():
+            return load(engine, load_dir, tag, *args, **kwargs)
 
     return load_checkpoint
+
+
+@contextlib.contextmanager
+def _loads_all(engine):
+    """Context of a load. If it raises when weights were loaded, the engine refuses to go on until a load succeeds.
+
+    Otherwise the next step would apply gradients of the loaded weights to master weights of before, with the
+    scheduler and the counts of the checkpoint.
+    """
+    module, has_begun, steps = engine.module, [], engine.global_steps
+    watch = module.register_load_state_dict_pre_hook(lambda *_: has_begun.append(True))
+    try:
+        yield
+    except BaseException as error:
+        # A universal checkpoint's weights come last, after the counts.
+        if (has_begun or engine.global_steps != steps) and not hasattr(engine, "_allow_half_loaded"):
+            said = f"{type(error).__name__}: {error}"
+            refuse = Hook(lambda *_: _refuse_half_loaded(said))
+            engine._allow_half_loaded = undo = contextlib.ExitStack()
+            undo.callback(engine.register_forward_pre_hook(refuse).remove)
+            undo.callback(module.register_state_dict_pre_hook(refuse).remove)
+        raise
+    finally:
+        watch.remove()
+    if hasattr(engine, "_allow_half_loaded"):
+        engine._allow_half_loaded.close()
+        del engine._allow_half_loaded
+
+
+def _refuse_half_loaded(said):
+    raise RuntimeError(
+        f"the last load of a checkpoint ended half way ({said}), so that the weights are not those of the optimizer; "
+        "load a checkpoint before going on, or create a new engine"
+    )
 
 
 def _refuse_other_checkpoints(engine, folder, tag):
