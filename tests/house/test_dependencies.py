@@ -28,6 +28,7 @@ OWN = {
     "_memory_recorder",
     "_has_logged_its_stage",
     "_has_warned_of_evaluation",
+    "_allow_half_loaded",
     "_save_has_come_to",
     "base_orders",
     "even_layouts",
