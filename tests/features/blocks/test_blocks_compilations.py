@@ -54,7 +54,7 @@ def layers_that_differ(limit, alike=False):
 
 # Six graphs of two layers are made where torch would stop at three. Layers that are alike need one.
 @pytest.mark.options("compile.regional_compilation")
-@pytest.mark.follows("raise torch._dynamo.config.recompile_limit before engine.compile()")
+@pytest.mark.follows("raise {} before engine.compile()")
 @vary("limit, alike", [(3, False), (1, True)])
 def test_layers_are_compiled_as_often_as_they_differ(ranks, limit, alike):
     """Graphs of all layers would count against a limit that torch means for one, or each layer be compiled anew."""

@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import re
 from typing import List
 from unittest import mock
@@ -111,6 +112,20 @@ def check_given_up(result):
 def test_limit_is_reached(stage, world, rank, backend, what, regional):
     """A rank that goes on uncompiled would reduce in another order than one that does not, or say nothing of it."""
     check_given_up(train(static(regional, stage=stage, backend=backend), what, rank, limit=1))
+
+
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters, reason="this torch has no such argument"
+)
+@vary("limit", [1, 3])
+@on_ranks(1)
+def test_the_limit_of_an_argument(limit):
+    """The warning would name torch's own limit, which has no effect beside the argument."""
+    case = dataclasses.replace(static(True), compile_kwargs={"dynamic": False, "recompile_limit": limit})
+    (result,) = check([trained(Branching, case, 3, take_another_branch)])
+    advised = [text.partition("To have it compiled as often as that, ")[2] for text in result.given_up]
+    # The second limit is as advised.
+    assert advised == ["raise compile_kwargs['recompile_limit'] before engine.compile()"][: limit == 1]
 
 
 class Cut(Branching):

@@ -666,14 +666,22 @@ def test_a_forward_without_a_backward():
     assert memory.expired()
 
 
-@on_ranks(2)
-def test_without_frozen_parameters():
-    """Who has nothing frozen would believe that the option saves memory."""
+@vary(
+    "world, why",
+    [
+        (2, "no block has such parameters of its own"),
+        (1, "a single rank has no other to share parameters with"),
+    ],
+    expects="why",
+)
+@on_ranks("world")
+def test_without_frozen_parameters(world, why):
+    """Who has nothing frozen, or one rank, would believe that the option saves memory, or look at the blocks."""
     lines = []
     with mock.patch.object(feature, "warn", lines.append):
         engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
     engine.destroy()
-    assert any("compile.shard_parameters has no effect" in line for line in lines)
+    assert f"compile.shard_parameters has no effect, because {why}" in lines
 
 
 @on_ranks(2)

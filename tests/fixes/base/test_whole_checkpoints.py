@@ -303,17 +303,23 @@ def test_a_load_that_ends_half_way(tmp_path, trained):
     engine.destroy()
 
 
-@pytest.mark.follows("; load an earlier checkpoint in ")
+@pytest.mark.follows("; load another checkpoint in ")
+@vary("gone", [False, True])
 @on_ranks(1)
-def test_a_file_that_is_not_whole_of_the_latest(tmp_path):
-    """Whoever has a checkpoint that DeepSpeed named too early would not be told of the earlier one."""
+def test_a_file_that_is_not_whole_of_the_latest(tmp_path, gone):
+    """Whoever has a checkpoint that DeepSpeed named too early would not be told of the earlier one.
+
+    Or whoever has removed the folder that ``latest`` names would be sent there.
+    """
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)
     engine = train_and_save(run, folder, "whole")
     engine.save_checkpoint(folder, tag="other")
     engine.destroy()
     cut_off(tmp_path / "other" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert resumed(run, folder).endswith(
-        f"; load an earlier checkpoint in {folder}, such as the one with the tag 'whole'"
+    if gone:
+        (tmp_path / "latest").write_text("removed")
+    assert resumed(run, folder, "other").endswith(
+        f"; load another checkpoint in {folder}, such as the one with the tag 'whole'"
     )
     assert resumed(run, folder, "whole") == []
 

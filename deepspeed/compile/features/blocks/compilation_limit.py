@@ -31,6 +31,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.messages import warn
 from .guards import set_back
 
+LIMIT_OF_TORCH = "torch._dynamo.config.recompile_limit"
 # More than any program compiles.
 _UNLIMITED = 10**6
 # After more compilations of one frame, DeepCompile warns, and says why Dynamo compiles the frame again.
@@ -68,6 +69,7 @@ class CompilationLimit:
     Args:
         limit: the most compilations of one frame with gradients, and as many again without them.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
+        name: the setting that ``limit`` comes from.
 
     Attributes:
         has_stopped: whether this rank has stopped using compiled code.
@@ -77,11 +79,12 @@ class CompilationLimit:
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _near_dynamo_limit = False
 
-    def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False):
+    def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False, name: str = LIMIT_OF_TORCH):
         # Dynamo's caches hold this object after the engine is gone.
         self._module = weakref.ref(module)
         self._limit = limit
         self._raises = raises
+        self._remedy = _REMEDY.format(name)
         # Read Dynamo's limit now, because the limit is lifted while frames are compiled.
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
@@ -197,7 +200,7 @@ class CompilationLimit:
         if count > self._limit:
             if self._raises or torch._dynamo.config.fail_on_recompile_limit_hit:
                 raise RuntimeError(
-                    f"DeepCompile compiled one frame more than {self._limit} times: {self._why(what)}. {_REMEDY}"
+                    f"DeepCompile compiled one frame more than {self._limit} times: {self._why(what)}. {self._remedy}"
                 )
             self._reached = self._why(what)
         elif count > _MANY and not self._has_warned:
@@ -238,11 +241,11 @@ class CompilationLimit:
         self.has_stopped = True
         logger.warning(
             f"DeepCompile compiled one frame more than {self._limit} times, so rank "
-            f"{dist.get_rank()} goes on without compiled code: {self._reached}. {_REMEDY}"
+            f"{dist.get_rank()} goes on without compiled code: {self._reached}. {self._remedy}"
         )
 
 
-_REMEDY = "To have it compiled as often as that, raise torch._dynamo.config.recompile_limit before engine.compile()"
+_REMEDY = "To have it compiled as often as that, raise {} before engine.compile()"
 
 
 # Dynamo's own words ------------------------------------------------------------------------------------------------

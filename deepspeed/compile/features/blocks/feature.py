@@ -17,7 +17,7 @@ from ...zero_1_and_2.messages import warn
 from . import compile_blocks
 from .block_calls import Around, ModuleCall, take_over_compiled
 from .choose_blocks import called_by, choose_blocks, parents_of
-from .compilation_limit import CompilationLimit, graph_break
+from .compilation_limit import LIMIT_OF_TORCH, CompilationLimit, graph_break
 from .guards import guard_all, guard_defaults
 from .options import set_for_blocks
 from .parameters import partially_trained_lookalikes
@@ -62,11 +62,11 @@ class Blocks(Feature):
         except ValueError as error:
             yield str(error)
             return
+        advice = "name its blocks' classes in compile.regional_compilation, or leave this out"
+        if request.compile_kwargs.get("fullgraph"):
+            advice = "leave one of them out"
         for name in () if blocks else set_for_blocks(request.options):
-            yield (
-                f"compile.{name} works on blocks, and the model is compiled as a whole, because {why}; name its "
-                "blocks' classes in compile.regional_compilation, or leave this out"
-            )
+            yield f"compile.{name} works on blocks, and the model is compiled as a whole, because {why}; {advice}"
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -85,8 +85,10 @@ class Blocks(Feature):
         guard_defaults()
         context.backend.compiled_modules = 1 + len(blocks)
         # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
-        limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
-        self._limit = CompilationLimit(module, limit, raises=bool(compile_kwargs.get("fullgraph")))
+        limit, name = compile_kwargs.get("recompile_limit"), "compile_kwargs['recompile_limit']"
+        if limit is None:
+            limit, name = torch._dynamo.config.recompile_limit * max(len(blocks), 1), LIMIT_OF_TORCH
+        self._limit = CompilationLimit(module, limit, bool(compile_kwargs.get("fullgraph")), name)
         if blocks:
             names = sorted({type(block).__name__ for block in blocks})
             logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")

@@ -167,12 +167,13 @@ def _instead(path):
     if latest is None or os.path.isdir(os.path.join(checkpoint, "zero")):
         # Not a folder of checkpoints, or a universal checkpoint, which latest_universal names.
         return ""
-    if latest != tag:
+    if latest != tag and os.path.isdir(os.path.join(folder, latest)):
         return f"; load the last whole checkpoint in {folder}, whose tag is {latest!r}"
-    # This one was saved by a DeepSpeed that names a checkpoint before all ranks have written it.
+    # The latest one is gone, or is this one, saved by a DeepSpeed that names a checkpoint before all ranks have
+    # written it.
     files = glob.glob(os.path.join(glob.escape(folder), "*", name))
     others = [file for file in files if os.path.dirname(file) != checkpoint]
     if others:
         newest = os.path.basename(os.path.dirname(max(others, key=os.path.getmtime)))
-        return f"; load an earlier checkpoint in {folder}, such as the one with the tag {newest!r}"
+        return f"; load another checkpoint in {folder}, such as the one with the tag {newest!r}"
     return ""
