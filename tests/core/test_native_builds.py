@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the native code by several processes, some of which are killed."""
 
+import errno
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +106,18 @@ def test_a_build_that_was_killed_is_taken_over(start, name):
     assert second.process.wait(LONGEST) == 1
     assert f"Error building extension '{name}'" in second.text()
     assert second.text().count("waits for another process") == 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks(monkeypatch, tmp_path, error):
+    """A build would wait for ever for a lock that nobody holds, or leave one that outlives a killed host."""
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+        with build_folder._alone_in(tmp_path):
+            pass
+    with open(tmp_path / "building") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 SOURCE = """

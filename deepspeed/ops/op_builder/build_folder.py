@@ -10,8 +10,10 @@ directory.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -19,8 +21,9 @@ import shlex
 import shutil
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, Iterator, List, Sequence
+from typing import IO, Any, Iterator, List, Sequence
 
 # The folder of csrc. Not resolved: an editable install has links here.
 ROOT = Path(__file__).absolute().parents[1]
@@ -150,22 +153,29 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process."""
-    from filelock import FileLock, Timeout
+    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process.
 
+    The package filelock does without the kernel where a file system has no locks: it waits for ever, or leaves a file
+    that outlives its process.
+    """
+    with contextlib.ExitStack() as held:
+        # If the file system has no locks, processes may build at the same time, each in its own folder.
+        with contextlib.suppress(OSError):
+            _lock(held.enter_context(open(folder / "building", "w")), folder)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Locks a file until it is closed, as soon as no other process does. Raises OSError if it has no locks."""
     from deepspeed.utils import logger
 
-    lock = FileLock(folder / "building")
-    try:
-        lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
-        logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        # The file system has no locks. Processes may build at the same time, each in its own folder.
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
+    silent_until = time.monotonic() + SILENT_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > silent_until:
+                logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
+                silent_until = math.inf
+            time.sleep(0.1)
