@@ -5,8 +5,8 @@
 Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would rebuild
 it in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the folder's name
 has a hash of the build's inputs without paths and times, and a module there is used without another check. The
-compiler is an input, and so is the processor if the code is built for it: machines of several kinds may share a home
-directory.
+compiler and the C library are inputs, and so is the processor if the code is built for it: machines of several kinds
+may share a home directory.
 """
 
 import contextlib
@@ -43,21 +43,23 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory, get_cxx_compiler
 
-    environment = {
-        variable: os.environ.get(variable) for variable in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
-    }
+    kernels = any(source.endswith(".cu") for source in sources)
+    variables = ("CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH") if kernels or flags.get("with_cuda") else ()
+    environment = {variable: os.environ.get(variable) for variable in variables}
     paths = [*sources, *extra_include_paths]
     # A flag such as -march=native.
     processor = _processor() if "=native" in repr(flags) else ""
-    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), processor)
+    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), platform.libc_ver(), processor)
     told = repr((versions, paths, sorted(flags.items()), environment))
     key = hashlib.sha256(told.replace(str(ROOT), "").encode())
     for file in _files(sources, extra_include_paths):
         key.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     compilers = [(shlex.split(get_cxx_compiler()) or [""])[0]]
-    if any(source.endswith(".cu") for source in sources):
+    if kernels:
         compilers.append(f"{CUDA_HOME}/bin/nvcc")
-    compiler = hashlib.sha256("".join(map(_compiler, compilers)).encode()).hexdigest()[:8]
+    # These variables may hold flags too.
+    named = repr((os.environ.get("CXX"), os.environ.get("CC"), *map(_compiler, compilers)))
+    compiler = hashlib.sha256(named.encode()).hexdigest()[:8]
     folder = Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}-{compiler}", verbose=False))
     if not all(map(_compiler, compilers)) and not name_of_built(folder):
         # A machine without a compiler uses a module of another machine, built by any compiler.
