@@ -2,17 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the native code by several processes, some of which are killed."""
 
+import errno
+import fcntl
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import pytest
 import torch
 
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 from deepspeed.ops.op_builder import build_folder
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 PROGRAM = pytest.mark.program("deepspeed/ops/op_builder")
 
@@ -105,6 +111,18 @@ def test_a_build_that_was_killed_is_taken_over(start, name):
     assert second.text().count("waits for another process") == 1
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks(monkeypatch, tmp_path, error):
+    """A build would wait for ever for a lock that nobody holds, or leave one that outlives a killed host."""
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+        with build_folder._alone_in(tmp_path):
+            pass
+    with open(tmp_path / "building") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 SOURCE = """
 #include "answer.h"
 #include <torch/extension.h>
@@ -143,6 +161,16 @@ def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch, tm
     with monkeypatch.context() as changed:
         changed.setenv("CXX", "another-compiler")
         others.append(build_folder.folder_of(**arguments))
+    with monkeypatch.context() as changed:
+        changed.setattr(platform, "libc_ver", lambda: ("glibc", "2.2"))
+        others.append(build_folder.folder_of(**arguments))
+    kernels = {**arguments, "sources": [f"{tmp_path}/fourth/csrc/kernels.cu"]}
+    others.append(build_folder.folder_of(**kernels))
+    # An image with the tools of CUDA sets the first two, and code without kernels depends on none.
+    for variable in ("CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
+        monkeypatch.setenv(variable, "another")
+        assert build_folder.folder_of(**arguments) == folder, variable
+        others.append(build_folder.folder_of(**kernels))
     monkeypatch.setattr(torch, "__version__", "another")
     others.append(build_folder.folder_of(**arguments))
     assert len({folder, *others}) == 1 + len(others)
@@ -166,7 +194,7 @@ def compilers(monkeypatch, tmp_path):
 
 
 @pytest.mark.quick
-def test_a_folder_is_of_the_compiler(environment, compilers):
+def test_a_folder_is_of_the_compiler(environment, compilers, monkeypatch):
     """A machine with an older C++ library would load what another machine's newer compiler has built."""
     arguments = environment("first", 42)
     folders = []
@@ -179,6 +207,9 @@ def test_a_folder_is_of_the_compiler(environment, compilers):
     assert build_folder.folder_of(**arguments) not in folders
     (folders[1] / "built").write_text("answer")
     (folders[1] / f"answer{torch.utils.cpp_extension.LIB_EXT}").touch()
+    assert build_folder.folder_of(**arguments) == folders[1]
+    monkeypatch.setenv("CXX", "another-compiler")
+    monkeypatch.setenv("CC", "another-compiler")
     assert build_folder.folder_of(**arguments) == folders[1]
 
 
@@ -203,6 +234,15 @@ def test_environments_share_what_they_build(environment, monkeypatch):
         # Nothing is compiled from now on.
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(torch.utils.cpp_extension, "load", None)
+
+
+@pytest.mark.quick
+def test_the_cause_is_in_the_sentence(monkeypatch):
+    """A rank's error would say that the output above says why, where the output of that rank is not shown."""
+    monkeypatch.setattr(DeepCompileBuilder, "is_built", lambda self: True)
+    monkeypatch.setattr(DeepCompileBuilder, "load_reducer", mock.Mock(side_effect=RuntimeError("no space is left")))
+    with pytest.raises(RuntimeError, match="^DeepCompile could not build its native code: no space is left$"):
+        reducer_module.__wrapped__()
 
 
 @pytest.mark.quick

@@ -5,13 +5,15 @@
 Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would rebuild
 it in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the folder's name
 has a hash of the build's inputs without paths and times, and a module there is used without another check. The
-compiler is an input, and so is the processor if the code is built for it: machines of several kinds may share a home
-directory.
+compiler and the C library are inputs, and so is the processor if the code is built for it: machines of several kinds
+may share a home directory.
 """
 
 import contextlib
+import fcntl
 import functools
 import hashlib
+import math
 import os
 import platform
 import re
@@ -19,8 +21,9 @@ import shlex
 import shutil
 import sysconfig
 import tempfile
+import time
 from pathlib import Path
-from typing import Any, Iterator, List, Sequence
+from typing import IO, Any, Iterator, List, Sequence
 
 # The folder of csrc. Not resolved: an editable install has links here.
 ROOT = Path(__file__).absolute().parents[1]
@@ -40,21 +43,23 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     import torch
     from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory, get_cxx_compiler
 
-    environment = {
-        variable: os.environ.get(variable) for variable in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")
-    }
+    kernels = any(source.endswith(".cu") for source in sources)
+    variables = ("CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH") if kernels or flags.get("with_cuda") else ()
+    environment = {variable: os.environ.get(variable) for variable in variables}
     paths = [*sources, *extra_include_paths]
     # A flag such as -march=native.
     processor = _processor() if "=native" in repr(flags) else ""
-    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), processor)
+    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), platform.libc_ver(), processor)
     told = repr((versions, paths, sorted(flags.items()), environment))
     key = hashlib.sha256(told.replace(str(ROOT), "").encode())
     for file in _files(sources, extra_include_paths):
         key.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     compilers = [(shlex.split(get_cxx_compiler()) or [""])[0]]
-    if any(source.endswith(".cu") for source in sources):
+    if kernels:
         compilers.append(f"{CUDA_HOME}/bin/nvcc")
-    compiler = hashlib.sha256("".join(map(_compiler, compilers)).encode()).hexdigest()[:8]
+    # These variables may hold flags too.
+    named = repr((os.environ.get("CXX"), os.environ.get("CC"), *map(_compiler, compilers)))
+    compiler = hashlib.sha256(named.encode()).hexdigest()[:8]
     folder = Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}-{compiler}", verbose=False))
     if not all(map(_compiler, compilers)) and not name_of_built(folder):
         # A machine without a compiler uses a module of another machine, built by any compiler.
@@ -150,22 +155,29 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process."""
-    from filelock import FileLock, Timeout
+    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process.
 
+    The package filelock does without the kernel where a file system has no locks: it waits for ever, or leaves a file
+    that outlives its process.
+    """
+    with contextlib.ExitStack() as held:
+        # If the file system has no locks, processes may build at the same time, each in its own folder.
+        with contextlib.suppress(OSError):
+            _lock(held.enter_context(open(folder / "building", "w")), folder)
+        yield
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    """Locks a file until it is closed, as soon as no other process does. Raises OSError if it has no locks."""
     from deepspeed.utils import logger
 
-    lock = FileLock(folder / "building")
-    try:
-        lock.acquire(timeout=SILENT_SECONDS)
-    except Timeout:
-        logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
-        lock.acquire()
-    except (NotImplementedError, OSError):
-        # The file system has no locks. Processes may build at the same time, each in its own folder.
-        yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()
+    silent_until = time.monotonic() + SILENT_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > silent_until:
+                logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
+                silent_until = math.inf
+            time.sleep(0.1)
