@@ -53,7 +53,7 @@ def loss_in_tiles(model, tiles):
         logits = model.lm_head(hidden).flatten(0, 1).float()
         return functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
 
-    # Compiled, the head's logits are read and written half as often. DeepSpeed's function itself cannot be.
+    # Compiled, logits are not read and written by each operator. The function that cuts tokens cannot be compiled.
     compiled_tile = torch.compile(of_tile)
 
     @torch.compiler.disable
@@ -78,7 +78,7 @@ def loss_in_tiles(model, tiles):
         return CausalLMOutput(loss=summed(hidden, targets) / (targets != -100).sum())
 
     model.forward = forward
-    # This short text compiles nothing: its length would be the first of two, and torch would compile for any.
+    # Uncompiled: else training's length would be the second that torch sees, and torch would compile for any length.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         in_tiles = model(input_ids=ids, labels=ids).loss
     model.train(is_training)

@@ -25,6 +25,7 @@ from support.ends import in_processes_of_their_own, not_ended_by_nccl
 from support.ids import vary
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
+from support.training import make_engine
 
 SAVE, REPLACE = torch.save, os.replace
 # The rank that writes a file, and a part of the file's name.
@@ -296,10 +297,19 @@ def test_a_load_that_ends_half_way(tmp_path, trained):
     refused = f"RuntimeError: the last load of a checkpoint ended half way ({said}), so that the weights are not"
     assert outcome(train, engine, run, [2]).startswith(refused)
     assert outcome(engine.save_checkpoint, folder, tag="third").startswith(refused)
+    # A folder without checkpoints loads nothing.
+    assert engine.load_checkpoint(str(tmp_path / "empty")) == (None, None)
+    assert outcome(train, engine, run, [2]).startswith(refused)
     # As the message advises.
-    engine.load_checkpoint(folder)
-    assert differing(state(engine), torch.load(known(folder))) == []
+    if trained:
+        engine.load_checkpoint(folder)
+        assert differing(state(engine), torch.load(known(folder))) == []
+    else:
+        module = engine.module
+        engine.destroy()
+        engine = make_engine(module, run)
     train(engine, run, [2])
+    engine.save_checkpoint(folder, tag="third")
     engine.destroy()
 
 

@@ -89,7 +89,8 @@ class CompilationLimit:
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
         self._thread = _Thread()
-        # Codes of frames that are to be compiled no more.
+        # Compilations of frames that reduce nothing, and the codes of those that are to be compiled no more.
+        self._beside: Dict[int, int] = collections.Counter()
         self._complete: List[CodeType] = []
         self._has_warned = self._has_warned_of_hooks = False
         # Owner of frames (a class of blocks, or "the model") -> where Dynamo last ended the graph of such a frame.
@@ -173,8 +174,10 @@ class CompilationLimit:
         finally:
             set_back()
             # Not before the compilation has ended, because Dynamo then lets a frame be compiled again.
-            while self._complete:
-                eval_frame.set_code_exec_strategy(self._complete.pop(), _RUN_ONLY)
+            if self._complete:
+                complete, self._complete = self._complete, []
+                for code in complete:
+                    eval_frame.set_code_exec_strategy(code, _RUN_ONLY)
 
     def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.
@@ -188,7 +191,8 @@ class CompilationLimit:
         Raises:
             RuntimeError: if the frame was compiled too often for training, and the caller wants an error then.
         """
-        self._lift_if_near(compilations)
+        near = 2 * compilations >= self._limit_of_dynamo
+        CompilationLimit._near_dynamo_limit = CompilationLimit._near_dynamo_limit or near
         if compilations == 1:
             # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
@@ -207,19 +211,19 @@ class CompilationLimit:
             self._has_warned = True
             warn(f"DeepCompile has compiled one frame {count} times: {self._why(what)}")
 
-    def _lift_if_near(self, compilations):
-        near = 2 * compilations >= self._limit_of_dynamo
-        CompilationLimit._near_dynamo_limit = CompilationLimit._near_dynamo_limit or near
-
-    def compiles_beside(self, code: CodeType, compilations: int, what: str) -> None:
+    def compiles_beside(self, frame: int, code: CodeType, what: str) -> None:
         """Called when a frame is compiled that reduces nothing, such as a function that logs metrics by name.
 
-        Dynamo's own limit applies to it, also where other frames need more.
+        Dynamo's own limit applies to it, and this one where that is lifted, so that it is not compiled for ever.
+
+        Args:
+            frame, what: as in :meth:`compiles`.
+            code: the frame's, which runs uncompiled from then on, but for calls that fit what is compiled.
         """
-        self._lift_if_near(compilations)
-        if compilations >= self._limit_of_dynamo:
+        self._beside[frame] += 1
+        if CompilationLimit._near_dynamo_limit and self._beside[frame] >= self._limit:
             self._complete.append(code)
-            logger.info(f"Dynamo compiles {code.co_name} no more, after {compilations} times: {self._why(what)}")
+            warn(f"DeepCompile compiles {code.co_name} no more, after {self._limit} times: {self._why(what)}")
 
     def _why(self, what):
         """Says why a frame of ``what`` is being compiled again."""

@@ -136,7 +136,7 @@ class Blocks(Feature):
         if frame.parameters or compile_blocks.calls_blocks(code):
             self._limit.compiles(compile_id.frame_id, compilations, what, graph_break(frame.gm))
         else:
-            self._limit.compiles_beside(code, compilations, what)
+            self._limit.compiles_beside(compile_id.frame_id, code, what)
         return compiled()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

@@ -48,6 +48,10 @@ NOT_SAVED = (
     f"{NOT_HERE}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's get_state_dict(), "
     "which all ranks call"
 )
+NOT_TRAINED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be trained; set requires_grad "
+    "before the engine is made"
+)
 _NOT_ALONE = (
     "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} by some ranks alone; do it "
     "on all ranks, or within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
@@ -266,15 +270,15 @@ def _replace(alias, values):
 
 
 def _access(function, kind, args):
-    # Without gradients nothing trains: peft asks so when a program takes another adapter for reference logits.
-    if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1] and torch.is_grad_enabled():
+    if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
         shard = vars(args[0])[_SHARD]
         unit = shard.unit()
         if unit is None or not unit.memory.trains(shard.name):
-            raise RuntimeError(
-                f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; "
-                "set requires_grad before the engine is made"
-            )
+            # Without gradients peft asks so, when a program takes another adapter for reference logits. The next
+            # forward with gradients looks whether it still does.
+            if unit is None or torch.is_grad_enabled():
+                raise RuntimeError(NOT_TRAINED.format(shard.name))
+            unit.memory.asked.add(shard.name)
     return _plain(function, *args)
 
 

@@ -159,6 +159,8 @@ class Passes:
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
+        if unit.memory.asked and torch.is_grad_enabled():
+            unit.memory.refuse_to_train()
         current = self._active_pass_for(unit)
         with contextlib.ExitStack() as stack:
             if current is None:

@@ -53,6 +53,10 @@ EDITS = {
         "            self._copy_recovery_script(save_path)\n": (
             "            with whole_checkpoints.checkpoint_files.noting_error(self.checkpoint_engine):\n    ..."
         ),
+        "            self.load_module_state_dict(checkpoint=checkpoint,\n": (
+            "            whole_checkpoints.begin_to_load(self)\n..."
+        ),
+        "            zero_sd_list = None\n": "            whole_checkpoints.begin_to_load(self)\n...",
         "            zero_sd_list = self._get_all_zero_checkpoints(load_dir, tag)\n": (
             "            with whole_checkpoints.reading_partitions(self):\n    ..."
         ),

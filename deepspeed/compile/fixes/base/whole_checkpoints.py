@@ -35,6 +35,7 @@ def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(save)
     def save_checkpoint(engine, save_dir, tag=None, *args, **kwargs):
+        _refuse_half_loaded(engine)
         engine._save_has_come_to = WRITES
         try:
             return save(engine, save_dir, tag, *args, **kwargs)
@@ -119,44 +120,46 @@ def loads_one_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
             and not asked.arguments["load_module_only"]
         ):
             _refuse_other_checkpoints(engine, load_dir, tag)
-        with _loads_all(engine) if trains_here(engine) else contextlib.nullcontext():
-            return load(engine, load_dir, tag, *args, **kwargs)
+        return _load_all(engine, functools.partial(load, engine, load_dir, tag, *args, **kwargs))
 
     return load_checkpoint
 
 
-@contextlib.contextmanager
-def _loads_all(engine):
-    """Context of a load. If it raises when weights were loaded, the engine refuses to go on until a load succeeds.
+def begin_to_load(engine: "DeepSpeedEngine") -> None:
+    """Called when a checkpoint is about to change weights."""
+    engine._has_begun_to_load = True
+
+
+def _load_all(engine, load):
+    """Loads a checkpoint. If that raises when weights have changed, the engine refuses to go on until a load succeeds.
 
     Otherwise the next step would apply gradients of the loaded weights to master weights of before, with the
-    scheduler and the counts of the checkpoint.
+    scheduler and the counts of the checkpoint. Without DeepCompile DeepSpeed does.
     """
-    module, has_begun, steps = engine.module, [], engine.global_steps
-    watch = module.register_load_state_dict_pre_hook(lambda *_: has_begun.append(True))
+    said, hook = vars(engine).pop("_half_loaded", (None, None))
+    if hook is not None:
+        hook.remove()
+    engine._has_begun_to_load = False
     try:
-        yield
+        loaded = load()
+        # A folder without checkpoints is no error.
+        said = said if loaded[0] is None else None
+        return loaded
     except BaseException as error:
-        # A universal checkpoint's weights come last, after the counts.
-        if (has_begun or engine.global_steps != steps) and not hasattr(engine, "_allow_half_loaded"):
-            said = f"{type(error).__name__}: {error}"
-            refuse = Hook(lambda *_: _refuse_half_loaded(said))
-            engine._allow_half_loaded = undo = contextlib.ExitStack()
-            undo.callback(engine.register_forward_pre_hook(refuse).remove)
-            undo.callback(module.register_state_dict_pre_hook(refuse).remove)
+        said = f"{type(error).__name__}: {error}" if engine._has_begun_to_load else said
         raise
     finally:
-        watch.remove()
-    if hasattr(engine, "_allow_half_loaded"):
-        engine._allow_half_loaded.close()
-        del engine._allow_half_loaded
+        if said is not None and trains_here(engine):
+            engine._half_loaded = said, engine.register_forward_pre_hook(Hook(_refuse_half_loaded))
 
 
-def _refuse_half_loaded(said):
-    raise RuntimeError(
-        f"the last load of a checkpoint ended half way ({said}), so that the weights are not those of the optimizer; "
-        "load a checkpoint before going on, or create a new engine"
-    )
+def _refuse_half_loaded(engine, *_):
+    if hasattr(engine, "_half_loaded"):
+        said, _ = engine._half_loaded
+        raise RuntimeError(
+            f"the last load of a checkpoint ended half way ({said}), so that the weights are not those of the "
+            "optimizer; load a checkpoint before going on, or create a new engine"
+        )
 
 
 def _refuse_other_checkpoints(engine, folder, tag):
