@@ -326,7 +326,7 @@ def _under_the_forward(case, took):
 def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
     """FSDP2: each layer is gathered while the one before it computes, and reduced behind it.
 
-    What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
+    Embedding and head are units by themselves, as in benchmarks/systems.py, and stay gathered until their backward.
 
     Args:
         case: the model and its training.
@@ -334,28 +334,28 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
         ranks: on how many GPUs.
         reshard: ``reshard_after_forward``: whether layers are gathered again for the backward.
     """
-    units = case.of_units()
-    took = [cluster.to_all(size, ranks) for size, _ in units]
+    took = [cluster.to_all(2 * sum(unit), ranks) for unit in sharded_gathers(case.model, ranks)]
     forward = case.compute / 3
-    arrives = took[OUTSIDE] + took[1]
-    now = 0.0
-    for number in range(1, len(units)):
+    outside, *parts = [part for _, part in case.of_units()]
+    # Nothing computes while the embedding arrives, and then the first layer.
+    now, arrives = 0.0, took[0] + took[1]
+    for following, part in zip(took[2:], parts):
         begins = max(now, arrives)
-        if number + 1 < len(units):
-            arrives = begins + took[number + 1]
-        now = begins + forward * units[number][1]
-    exposed = now + forward * units[OUTSIDE][1] - forward
+        arrives = begins + following
+        now = begins + forward * part
+    exposed = max(now, arrives) + forward * outside - forward
     backward = 2 * forward
     # The last layer is still gathered. One communicator serves gathers and reductions, one at a time.
-    now, arrives, free = backward * units[OUTSIDE][1], 0.0, 0.0
-    for number in range(len(units) - 1, 0, -1):
+    now, arrives = backward * outside, 0.0
+    free = now + took[-1]
+    for number in range(len(parts), 0, -1):
         begins = max(now, arrives)
         if reshard and number > 1:
             arrives = free = max(begins, free) + took[number - 1]
-        now = begins + backward * units[number][1]
+        now = begins + backward * parts[number - 1]
         free = max(now, free) + took[number]
-    exposed += max(now, free) + took[OUTSIDE] - backward
-    again = sum(took[1:-1]) if reshard else 0.0
+    exposed += max(now, free) + took[0] - backward
+    again = sum(took[1:-2]) if reshard else 0.0
     return Cost(2 * sum(took) + again, exposed)
 
 
