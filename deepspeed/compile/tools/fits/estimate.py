@@ -45,7 +45,7 @@ SHOWN = 0.985
 # NCCL between more GPUs may take more.
 CONTEXT, NCCL = 1.81, 0.71
 # The memory that the allocator reserved beyond the peak, as a part of the peak: the most that benchmarks.measure and
-# benchmarks.lengths have seen, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
+# benchmarks.lengths have seen, on GPUs with memory to spare. Short of memory it may reserve less: not measured.
 RESERVED = {"fork": 0.23, "fork in tiles": 0.41, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
 # Where no mode fits, up to so many GPUs are tried.
