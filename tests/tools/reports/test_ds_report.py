@@ -20,6 +20,7 @@ from deepspeed.compile.tools.reports import ds_report
 from deepspeed.compile.tools.reports.tested_torch import TESTED, listed, untried
 from deepspeed.compile.zero_1_and_2.engine.options import OLDEST_TORCH
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
@@ -84,6 +85,8 @@ def test_native_code_of_an_installation_with_another_torch(monkeypatch):
     release = ".".join(torch.__version__.split(".")[:2])
     monkeypatch.setitem(git_version_info.installed_ops, "dc", True)
     monkeypatch.setattr(git_version_info, "accelerator_name", get_accelerator()._name)
+    # Another test may have loaded the code.
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
     said = []
     for installed in (release, "2.9"):
         monkeypatch.setitem(git_version_info.torch_info, "version", installed)
