@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The file ``latest`` names a checkpoint only when all ranks have written it.
+"""Checkpoints are saved and loaded as a whole: ``latest`` names one only when all ranks have written it.
 
 To DeepSpeed: the first rank writes ``latest`` when it has written its own files. If another rank is killed while it
 still writes, ``latest`` names a checkpoint that cannot be loaded, although an earlier one is whole. Please wait for
@@ -134,7 +134,7 @@ def _load_all(engine, load):
     """Loads a checkpoint. If that raises when weights have changed, the engine refuses to go on until a load succeeds.
 
     Otherwise the next step would apply gradients of the loaded weights to master weights of before, with the
-    scheduler and the counts of the checkpoint. Without DeepCompile DeepSpeed does.
+    scheduler and the counts of the checkpoint. To DeepSpeed: this is so without DeepCompile. Please refuse it.
     """
     said, hook = vars(engine).pop("_half_loaded", (None, None))
     if hook is not None:
