@@ -3,6 +3,7 @@
 """Saves that end half way: the checkpoint before them is whole, and is found; files that are not whole are named."""
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.fixes.base import whole_checkpoints
+from deepspeed.compile.fixes.base import checkpoint_files, whole_checkpoints
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -25,9 +26,9 @@ from support.ends import in_processes_of_their_own, not_ended_by_nccl
 from support.ids import vary
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
-from support.training import make_engine
+from support.training import Case, device, make_engine
 
-SAVE, REPLACE = torch.save, os.replace
+SAVE, REPLACE, COPY = torch.save, os.replace, shutil.copyfile
 # The rank that writes a file, and a part of the file's name.
 WEIGHTS, FIRST, SECOND = (0, "model_states"), (0, "zero_pp_rank_0"), (1, "zero_pp_rank_1")
 
@@ -45,6 +46,13 @@ def interrupted_in(part, end):
         end()
 
     return save
+
+
+@contextlib.contextmanager
+def saving_by(function):
+    """Context in which ``function`` is torch's own ``torch.save()``."""
+    with mock.patch("torch.save", function), mock.patch("torch.serialization.save", function):
+        yield
 
 
 def kill():
@@ -78,7 +86,7 @@ def killed_in_a_save(run, folder, tags, rank, part):
     engine = train_and_save(run, folder, tags[0])
     train(engine, run, [2, 3])
     if dist.get_rank() == rank:
-        torch.save = interrupted_in(part, kill)
+        torch.save = torch.serialization.save = interrupted_in(part, kill)
     with mock.patch.object(whole_checkpoints.logger, "error") as error:
         return outcome(engine.save_checkpoint, folder, tag=tags[1]), error.call_args[0][0]
 
@@ -125,7 +133,7 @@ def test_a_rank_that_cannot_write(tmp_path, rank, part):
     """The others would wait for a rank whose disk is full, or take its checkpoint for whole."""
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)
     engine = train_and_save(run, folder, "one")
-    with mock.patch("torch.save", interrupted_in(part, fill_disk)):
+    with saving_by(interrupted_in(part, fill_disk)):
         said = outcome(engine.save_checkpoint, folder, tag="two")
     ours = "OSError: [Errno 28] No space left on device"
     other = f"rank {rank} could not write its files of the checkpoint two, so no rank goes on. It says: {ours}"
@@ -334,13 +342,75 @@ def test_a_file_that_is_not_whole_of_the_latest(tmp_path, gone):
     assert resumed(run, folder, "whole") == []
 
 
+class Uploads(TorchCheckpointEngine):
+    """A checkpoint engine of a program's own, whose ``commit()`` does not call DeepSpeed's, which does nothing."""
+
+    def commit(self, info):
+        self.found = sorted(name for *_, names in os.walk(info.save_dir) for name in names)
+        return True
+
+
+@on_ranks(1)
+def test_a_writer_that_overrides_commit(tmp_path):
+    """Its files would never get their names, and the next save would remove them."""
+    module = torch.nn.Linear(2, 2).to(device())
+    engine, folder = make_engine(module, Case(deepcompile=False)), str(tmp_path)
+    engine.checkpoint_engine = Uploads()
+    engine.save_checkpoint(folder, tag="one")
+    assert {*os.listdir(tmp_path / "one")} < {*engine.checkpoint_engine.found}
+    assert not any(name.startswith("unfinished_") for name in engine.checkpoint_engine.found)
+    engine.save_16bit_model(str(tmp_path / "one"), "model.bin")
+    assert (tmp_path / "one" / "model.bin").exists()
+    assert engine.load_checkpoint(folder)[0] is not None
+    engine.destroy()
+
+
+@pytest.mark.quick
+def test_a_program_that_replaces_save(tmp_path):
+    """It would be given another name than the file has, by which it chooses what to keep, and the file would be
+    renamed before the program has written it."""
+    path, info, kept = str(tmp_path / "mine.pt"), CheckpointCommitInfo("one", str(tmp_path), save_latest=False), {}
+    writer = TorchCheckpointEngine()
+    writer.create(info)
+    with mock.patch("torch.save", lambda state, path, **_: kept.update({path: state})):
+        writer.save({"a": 1}, path)
+        writer.commit(info)
+    assert kept == {path: {"a": 1}} and not [*tmp_path.iterdir()]
+
+
+@vary("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.quick
+def test_a_folder_that_knows_no_renames(tmp_path, code):
+    """Nothing could be saved to an object store that is mounted, or each file would be copied in every save."""
+    path, info = str(tmp_path / "mine.pt"), CheckpointCommitInfo("one", str(tmp_path), save_latest=False)
+    writer, copies = TorchCheckpointEngine(), []
+
+    def copy(*names):
+        copies.append(names)
+        return COPY(*names)
+
+    no_rename = mock.patch("os.replace", side_effect=OSError(code, "not supported"))
+    with (
+        no_rename,
+        mock.patch("shutil.copyfile", copy),
+        mock.patch.object(checkpoint_files, "_without_renames", set()),
+    ):
+        for value in range(3):
+            writer.create(info)
+            writer.save({"a": value}, path)
+            writer.commit(info)
+            assert writer.load(path) == {"a": value}
+            assert [file.name for file in tmp_path.iterdir()] == ["mine.pt"]
+    assert len(copies) == 1
+
+
 @pytest.mark.quick
 def test_a_file_of_its_own(tmp_path):
     """A caller of the checkpoint engine who calls no commit() would find no file, or half of one."""
     path = tmp_path / "mine.pt"
     writer = TorchCheckpointEngine()
     writer.save({"a": 1}, str(path))
-    with mock.patch("torch.save", interrupted_in("mine", fill_disk)), pytest.raises(OSError):
+    with saving_by(interrupted_in("mine", fill_disk)), pytest.raises(OSError):
         writer.save({"a": 2}, str(path))
     assert writer.load(str(path)) == {"a": 1}
     assert [*tmp_path.iterdir()] == [path]

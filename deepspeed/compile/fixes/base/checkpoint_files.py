@@ -10,11 +10,13 @@ whole.
 """
 
 import contextlib
+import errno
 import glob
 import os
 import pickle
+import shutil
 import zipfile
-from typing import TYPE_CHECKING, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Dict, Iterator, Optional, Set
 
 import torch
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 LATEST = "latest"
+# What a rename raises where object stores are mounted that know none.
+_NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
+# The devices where a rename has raised this.
+_without_renames: Set[int] = set()
 
 
 class Written:
@@ -75,7 +81,7 @@ def replacing(path: str) -> Iterator[str]:
     other = unfinished(path)
     try:
         yield other
-        os.replace(other, path)
+        _rename(other, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(other)
@@ -86,6 +92,10 @@ def replacing(path: str) -> Iterator[str]:
 def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     """Context in which a file is written under the name that this yields. ``commit()`` gives the file its own."""
     written = getattr(writer, "written", None)
+    if _is_written_in_place(path):
+        with noting_error(writer):
+            yield path
+        return
     if written is None:
         # Nobody has called create(), so nobody may call commit().
         with replacing(path) as other:
@@ -96,6 +106,14 @@ def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     written.names[other] = path
     with noting_error(writer):
         yield other
+
+
+def _is_written_in_place(path):
+    # A program that replaces torch.save() may write later, under the name that it was given.
+    if torch.save is not torch.serialization.save:
+        return True
+    folder = os.path.dirname(path) or os.curdir
+    return os.path.isdir(folder) and os.stat(folder).st_dev in _without_renames
 
 
 @contextlib.contextmanager
@@ -120,14 +138,27 @@ def raise_error(writer: "CheckpointEngine") -> None:
         raise error
 
 
-def give_names(writer: "TorchCheckpointEngine") -> None:
-    """Called by ``commit()``. Gives the files that were written their own names, in place of earlier ones."""
+def give_names(writer: "CheckpointEngine") -> None:
+    """Called before and by ``commit()``, which a subclass may override. Gives the files that were written their own
+    names, in place of earlier ones."""
     raise_error(writer)
     written = getattr(writer, "written", None)
     if written is not None:
         for other, path in written.names.items():
-            os.replace(other, path)
-    writer.written = None
+            _rename(other, path)
+        writer.written = None
+
+
+def _rename(other, path):
+    """Puts a file in place of an earlier one. Copies it where that is the only way, and remembers the device."""
+    try:
+        os.replace(other, path)
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise
+        shutil.copyfile(other, path)
+        os.unlink(other)
+        _without_renames.add(os.stat(path).st_dev)
 
 
 @contextlib.contextmanager

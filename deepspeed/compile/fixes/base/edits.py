@@ -47,6 +47,9 @@ EDITS = {
             "            with open(os.path.join(commit_info.save_dir, 'latest'), 'w') as fd:\n"
             "                fd.write(commit_info.tag)\n"
         ): "        whole_checkpoints.commit(self, commit_info)\n",
+        "        self.checkpoint_engine.commit(commit_info)\n\n        return True\n": (
+            "        whole_checkpoints.checkpoint_files.give_names(self.checkpoint_engine)\n..."
+        ),
         "        sd_loader = SDLoaderFactory.get_sd_loader(ckpt_list, checkpoint_engine": (
             "        if not ckpt_list:\n            whole_checkpoints.refuse(self._get_ckpt_name(load_dir, tag))\n..."
         ),

@@ -83,6 +83,7 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     engine._save_has_come_to = REPLACES
     with _on_every_rank(engine, f"put its files of the checkpoint {info.tag} in place"):
         if not writer.is_decoupled():
+            checkpoint_files.give_names(writer)
             writer.commit(info)
     engine._save_has_come_to = IS_WHOLE
     with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
