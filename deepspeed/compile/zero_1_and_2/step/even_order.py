@@ -16,9 +16,17 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import every_rank_raises
 from ..feature import classes
+from ..gradient.native import users_of
 from ..layout import Layout
+from ..messages import log_notice
 from ..parameter.carrier import carrier_of
 from ..parameter.runs import own_parameters
+
+OF_BEFORE = (
+    "a tensor that was taken before the engine was compiled, such as a kept parameter.data or a state_dict(), does "
+    "not follow the parameters from now on; take it behind the first forward, or call engine.compile() before taking "
+    "it"
+)
 
 
 class EvenOrder(DeepSpeedZeroOptimizer):
@@ -113,10 +121,16 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
     optimizer.__class__ = even_class(type(optimizer))  # type: ignore[assignment,arg-type]
     assert isinstance(optimizer, EvenOrder)
     optimizer.even_layouts, optimizer.whole_states = layouts, whole_states
+    kept = []  # of each group, whether the caller keeps tensors of the memory that it leaves
     for group, layout in enumerate(layouts):
         # Parameters that were cut while they came from the host are in our order already.
         if group not in sharded:
+            before = optimizer.bit16_groups_flat[group]
             _adopt_group(optimizer, group, layout)
+            kept.append(users_of(before.untyped_storage()) > 1)
+    if any(kept):
+        # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
+        log_notice(OF_BEFORE, torch.distributed.get_rank())
     optimizer.is_in_our_order()
 
 
