@@ -80,4 +80,7 @@ def test_from_how_many_gpus_on(answer):
     text = " ".join(text_of(answer, "large", shows_all=False))
     assert f"Nothing fits on 1 GPU of 6 GB. On 8, {row.mode.name} fits." in text
     text = " ".join(text_of(answer._replace(enough=None), "large", shows_all=False))
-    assert "More GPUs do not help: take shorter sequences, or GPUs with more memory." in text
+    assert "Nor does anything on up to 256: take shorter sequences, or GPUs with more memory." in text
+    # Those that were asked for may be more than are tried at first.
+    many = answer._replace(enough=None, question=dataclasses.replace(answer.question, gpus=160))
+    assert "Nor does anything on up to 1280: " in " ".join(text_of(many, "large", shows_all=False))
