@@ -94,6 +94,10 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
             section.shard_parameters == "all" and section.overlap_param_gather,
             "has overlap_param_gather with sharded parameters",
         ),
+        (
+            sharing > 1 and parsed.seq_parallel_communication_data_type != torch.float32,
+            "has seq_parallel_communication_data_type, which is not estimated",
+        ),
         (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not estimated"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
         *(

@@ -511,7 +511,9 @@ def _of_fork(subject, mode, activations, question):
         return Row(mode, lines, at_rest, None, None, step, step, "step", 0, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
-    key = arrivals, ranks, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
+    # DeepSpeed's default where several ranks share a sequence.
+    sent = torch.float32 if question.sequence_ranks > 1 else None
+    key = arrivals, ranks, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload, sent
     if key not in subject.sent:
         subject.sent[key] = send(flat, *key)
     gradients = subject.sent[key]
