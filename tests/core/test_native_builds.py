@@ -123,6 +123,20 @@ def test_a_file_system_without_locks(monkeypatch, tmp_path, error):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.slow
+def test_a_system_without_locks(tmp_path):
+    """On Windows, which has no module fcntl, DeepSpeed could not be imported."""
+    command = f"""
+import pathlib, sys
+sys.modules["fcntl"] = None
+from deepspeed.ops.op_builder import build_folder
+with build_folder._alone_in(pathlib.Path({str(tmp_path)!r})):
+    print("builds")
+"""
+    ran = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "builds" in ran.stdout, ran.stderr
+
+
 SOURCE = """
 #include "answer.h"
 #include <torch/extension.h>

@@ -10,7 +10,6 @@ may share a home directory.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import math
@@ -161,14 +160,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
     that outlives its process.
     """
     with contextlib.ExitStack() as held:
-        # If the file system has no locks, processes may build at the same time, each in its own folder.
-        with contextlib.suppress(OSError):
+        # If the system or its files have no locks, processes may build at the same time, each in its own folder.
+        with contextlib.suppress(ImportError, OSError):
             _lock(held.enter_context(open(folder / "building", "w")), folder)
         yield
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    """Locks a file until it is closed, as soon as no other process does. Raises OSError if it has no locks."""
+    """Locks a file until it is closed, as soon as no other process does.
+
+    Raises:
+        ImportError: on Windows.
+        OSError: if the file has no locks.
+    """
+    import fcntl
+
     from deepspeed.utils import logger
 
     silent_until = time.monotonic() + SILENT_SECONDS
