@@ -9,6 +9,7 @@ layer attends to all tokens before. Please make a mask of the gathered positions
 
 import functools
 from typing import TYPE_CHECKING, Any, Dict, Optional
+from weakref import WeakSet
 
 import torch
 from torch.nn import Module
@@ -28,6 +29,8 @@ WINDOWS = (
     "where ranks share sequences and attn_implementation is 'flex_attention', layers with a sliding window attend to "
     "all tokens before; use 'sdpa' or 'flash_attention_2'"
 )
+# The attention of all models that share sequences, each of which may get the rows of a loader.
+ATTENTIONS: "WeakSet[UlyssesSPAttentionHF]" = WeakSet()
 # What collators without padding tell of a row beside its positions.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -54,22 +57,21 @@ def warn_of_windows(implementation: str, config: Any) -> None:
         logger.warning(WINDOWS)
 
 
-def look(attention: Optional["UlyssesSPAttentionHF"], position_ids: torch.Tensor) -> None:
-    """Tells ``attention`` if a row holds several texts. All ranks of a sequence call it with the same whole rows.
+def look(position_ids: torch.Tensor) -> None:
+    """Tells each attention if a row holds several texts. All ranks of a sequence call it with the same whole rows.
 
     Later rows count as such too, so that code that is compiled need not ask.
 
     Args:
-        attention: of a model that shares sequences, or None if there is none.
         position_ids: int64 [rows, tokens].
     """
-    if attention is None or attention.rows_are_packed:
-        return
+    untold = [attention for attention in ATTENTIONS if not attention.rows_are_packed]
     # A row may end in padding, of which all positions are 0.
-    if bool(((position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)).any()):
-        attention.rows_are_packed = True
-        if attention.core_attn_implementation == "flex_attention":
-            _warn()
+    if untold and bool(((position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)).any()):
+        for attention in untold:
+            attention.rows_are_packed = True
+            if attention.core_attn_implementation == "flex_attention":
+                _warn()
 
 
 @functools.cache
