@@ -217,6 +217,26 @@ def test_two_models_learn_of_texts():
     assert len(packed_rows.ATTENTIONS) == before
 
 
+@pytest.mark.follows("a byte for each pair of tokens; use 'flash_attention_2'")
+def test_a_mask_of_a_gibibyte(monkeypatch):
+    """A long row would end in a lack of memory, and nobody would learn that a mask needs it."""
+    module = torch.nn.Module()
+    long, longer = (torch.zeros(1, length, dtype=torch.int64, device="meta") for length in (2**15, 2**16))
+    for call in (
+        lambda attention, positions: packed_rows.mask(attention, module, positions, None, None),
+        lambda attention, positions: packed_rows.look(positions),
+    ):
+        monkeypatch.setattr(packed_rows, "_SAID", set())
+        with warnings_logged() as said:
+            attention = attention_of("flash_attention_2")
+            attention.rows_are_packed = True
+            assert call(attention, longer) is None and said == []
+            attention.core_attn_implementation = "sdpa"
+            for positions in (long[:, 1:], long, longer):
+                call(attention, positions)
+        assert said == [packed_rows.MEMORY.format(1.0)]
+
+
 def test_rows_that_hold_several_texts():
     """Rows that end in padding would need a mask, models that attend to later tokens too would get a causal one, and
     nobody would learn that flex_attention takes none."""

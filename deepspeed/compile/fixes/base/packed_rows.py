@@ -7,8 +7,7 @@ To DeepSpeed: ``UlyssesSPAttentionHF`` drops the mask of transformers. Only flas
 layer attends to all tokens before. Please make a mask of the gathered positions. With "flex_attention" it is the same.
 """
 
-import functools
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional, Set
 from weakref import WeakSet
 
 import torch
@@ -29,8 +28,14 @@ WINDOWS = (
     "where ranks share sequences and attn_implementation is 'flex_attention', layers with a sliding window attend to "
     "all tokens before; use 'sdpa' or 'flash_attention_2'"
 )
+MEMORY = (
+    "where ranks share sequences and attn_implementation is 'sdpa', each layer makes a mask of {:.1f} GiB, a byte for "
+    "each pair of tokens; use 'flash_attention_2'"
+)
 # The attention of all models that share sequences, each of which may get the rows of a loader.
 ATTENTIONS: "WeakSet[UlyssesSPAttentionHF]" = WeakSet()
+# The messages of this process.
+_SAID: Set[str] = set()
 # What collators without padding tell of a row beside its positions.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -71,12 +76,21 @@ def look(position_ids: torch.Tensor) -> None:
         for attention in untold:
             attention.rows_are_packed = True
             if attention.core_attn_implementation == "flex_attention":
-                _warn()
+                _warn(FLEX)
+    # Compiled code makes the mask without a word.
+    if any(attention.rows_are_packed and attention.core_attn_implementation == "sdpa" for attention in ATTENTIONS):
+        _warn_of_memory(position_ids.shape[0] * position_ids.shape[1] ** 2)
 
 
-@functools.cache
-def _warn():
-    logger.warning(FLEX)
+def _warn_of_memory(size):
+    if size >= 2**30:
+        _warn(MEMORY, size / 2**30)
+
+
+def _warn(message, *values):
+    if message not in _SAID:
+        _SAID.add(message)
+        logger.warning(message.format(*values))
 
 
 def mask(
@@ -97,14 +111,16 @@ def mask(
     packed, tokens = attention.rows_are_packed, position_ids.shape[1]
     if attention.core_attn_implementation != "sdpa" or not (packed or window is not None and tokens > window):
         return given
+    if not torch.compiler.is_compiling():
+        _warn_of_memory((position_ids.shape[0] if packed else 1) * tokens**2)
     places = torch.arange(tokens, device=position_ids.device)
     # Only bool has a value for each pair of tokens.
     query, farthest = places[:, None], tokens if window is None else window
     last = query if getattr(module, "is_causal", True) else query + farthest - 1
     seen = (places <= last)[None]
     if window is not None:
-        seen = seen & (places > query - window)
+        seen &= places > query - window
     if packed:
         texts = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
-        seen = seen & (texts[:, :, None] == texts[:, None])
+        seen = (texts[:, :, None] == texts[:, None]).logical_and_(seen)
     return seen[:, None]
