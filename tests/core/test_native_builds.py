@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -121,6 +122,20 @@ def test_a_file_system_without_locks(monkeypatch, tmp_path, error):
             pass
     with open(tmp_path / "building") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_a_system_without_locks(tmp_path):
+    """On Windows, which has no module fcntl, DeepSpeed could not be imported."""
+    command = f"""
+import pathlib, sys
+sys.modules["fcntl"] = None
+from deepspeed.ops.op_builder import build_folder
+with build_folder._alone_in(pathlib.Path({str(tmp_path)!r})):
+    print("builds")
+"""
+    ran = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "builds" in ran.stdout, ran.stderr
 
 
 SOURCE = """
@@ -234,6 +249,40 @@ def test_environments_share_what_they_build(environment, monkeypatch):
         # Nothing is compiled from now on.
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(torch.utils.cpp_extension, "load", None)
+
+
+PLAIN = """
+#include <Python.h>
+#define INIT_OF(name) PyInit_##name
+#define INIT(name) INIT_OF(name)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "answer"};
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)(void) {
+    PyObject* made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "answer", %d);
+    return made;
+}
+"""
+
+
+def test_code_of_others_that_changes(environment, monkeypatch, tmp_path):
+    """A builder of another package would go on with the native code that was built before its source changed."""
+    arguments = environment("of_others", 0)
+    monkeypatch.setattr(build_folder, "ROOT", tmp_path / "of_deepspeed")
+    (source,) = arguments["sources"]
+    for answer in (42, 43):
+        Path(source).write_text(PLAIN % answer)
+        assert build_folder.load(**arguments).answer == answer
+
+
+@pytest.mark.quick
+def test_code_of_others_is_told_apart(environment, monkeypatch):
+    """DeepSpeed's own builders would start ninja each time, because they name the headers of CUDA."""
+    arguments = environment("any", 0)
+    sources, (headers,) = arguments["sources"], arguments["extra_include_paths"]
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", "/opt/cuda")
+    assert not build_folder._has_files_of_others(sources, [headers, "/opt/cuda/include"])
+    assert build_folder._has_files_of_others(sources, [headers, "/opt/cutlass/include"])
+    assert build_folder._has_files_of_others([*sources, "/opt/any.cpp"], [headers])
 
 
 @pytest.mark.quick

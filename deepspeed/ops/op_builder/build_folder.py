@@ -6,11 +6,10 @@ Torch builds a module in a folder of the module's name. Environments that share 
 it in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the folder's name
 has a hash of the build's inputs without paths and times, and a module there is used without another check. The
 compiler and the C library are inputs, and so is the processor if the code is built for it: machines of several kinds
-may share a home directory.
+may share a home directory. The name has no hash of files that are not DeepSpeed's, so torch checks these each time.
 """
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import math
@@ -112,6 +111,15 @@ def _files(sources, include_paths):
     return sorted(found)
 
 
+def _has_files_of_others(sources, include_paths):
+    """Whether a build may read files that are neither DeepSpeed's nor a toolkit's."""
+    from torch.utils.cpp_extension import CUDA_HOME, ROCM_HOME
+
+    toolkits = [Path(home, "include") for home in (CUDA_HOME, ROCM_HOME) if home]
+    others = [*sources, *(path for path in include_paths if not any(map(Path(path).is_relative_to, toolkits)))]
+    return not all(Path(path).is_relative_to(ROOT) for path in others)
+
+
 def name_of_built(folder: Path) -> str:
     """Returns the name of the module that was built in a folder, to its end, or "" if there is none.
 
@@ -134,6 +142,7 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
     from torch.utils import cpp_extension
 
     folder = folder_of(name, sources, extra_include_paths, **flags)
+    more = {"extra_include_paths": extra_include_paths, "verbose": verbose, **flags}
     if not name_of_built(folder):
         with _alone_in(folder):
             if not name_of_built(folder):
@@ -141,10 +150,11 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
                 if lacking:
                     # Torch would quote the command, and say that the shell knows no such program.
                     raise RuntimeError(f"DeepSpeed cannot build {name}, because this machine lacks {lacking}")
+                if _has_files_of_others(sources, extra_include_paths):
+                    return cpp_extension.load(name, sources, build_directory=str(folder), **more)
                 # Build in a folder of its own: if locks hold on one host only, another host may build at this time.
                 with tempfile.TemporaryDirectory(dir=folder) as own:
-                    more = {"extra_include_paths": extra_include_paths, "build_directory": own, **flags}
-                    module = cpp_extension.load(name, sources, verbose=verbose, **more)
+                    module = cpp_extension.load(name, sources, build_directory=own, **more)
                     library = f"{module.__name__}{cpp_extension.LIB_EXT}"
                     os.replace(Path(own, library), folder / library)
                     Path(own, _BUILT).write_text(module.__name__)
@@ -161,14 +171,21 @@ def _alone_in(folder: Path) -> Iterator[None]:
     that outlives its process.
     """
     with contextlib.ExitStack() as held:
-        # If the file system has no locks, processes may build at the same time, each in its own folder.
-        with contextlib.suppress(OSError):
+        # If the system or its files have no locks, processes may build at the same time, each in its own folder.
+        with contextlib.suppress(ImportError, OSError):
             _lock(held.enter_context(open(folder / "building", "w")), folder)
         yield
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    """Locks a file until it is closed, as soon as no other process does. Raises OSError if it has no locks."""
+    """Locks a file until it is closed, as soon as no other process does.
+
+    Raises:
+        ImportError: on Windows.
+        OSError: if the file has no locks.
+    """
+    import fcntl
+
     from deepspeed.utils import logger
 
     silent_until = time.monotonic() + SILENT_SECONDS

@@ -117,7 +117,7 @@ EDITS = {
         "from deepspeed.utils.logging import logger\n": "...from deepspeed.compile.fixes.base import packed_rows\n",
         "        self.core_attn_implementation = None  # set by": "        self.rows_are_packed = False\n...",
         "        uattn.core_attn_implementation = core_attn_implementation\n": (
-            "...        UlyssesSPDataLoaderAdapter.attention = uattn\n"
+            "...        packed_rows.ATTENTIONS.add(uattn)\n"
         ),
         '        kwargs["position_ids"] = torch.cat(position_ids_list, dim=1)\n': (
             "..."
@@ -125,7 +125,7 @@ EDITS = {
             "        attention_mask = packed_rows.mask(self, module, kwargs['position_ids'], attention_mask, window)\n"
         ),
         "            chunk_len = seq_length // self.sp_world_size\n": (
-            "...            packed_rows.look(getattr(self, 'attention', None), batch['position_ids'])\n"
+            "...            packed_rows.look(batch['position_ids'])\n"
         ),
         "        for k in batch.keys():\n            if torch.is_tensor(batch[k]):\n                batch": (
             "        batch = packed_rows.without_lengths(batch)\n..."
