@@ -17,7 +17,7 @@ from .workload import Shape, build_model
 if TYPE_CHECKING:
     from deepspeed.compile.zero_1_and_2.layout import Layout
 
-# The number of the unit of an embedding and what else is read before layers. The head is the last unit.
+# The number of the unit of the embedding and the final norm. The head is the last unit.
 OUTSIDE = 0
 
 

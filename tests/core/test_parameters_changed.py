@@ -183,7 +183,7 @@ def says_of_kept(compiles_first, keep):
     return any("does not follow the parameters" in text for text in texts), follows
 
 
-@pytest.mark.follows("take it behind the first forward, or call engine.compile() before taking it")
+@pytest.mark.follows("from now on; keep the parameters instead")
 @on_ranks(2)
 def test_what_was_taken_before_an_engine_compiles_itself():
     """An average or a clamp that keeps `parameter.data` would work on memory that nobody trains, without a word."""

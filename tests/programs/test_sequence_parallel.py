@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -204,17 +205,17 @@ def attention_of(implementation):
     return attention
 
 
-def test_two_models_learn_of_texts():
+def test_two_models_learn_of_texts(monkeypatch):
     """With the rows of a student whose teacher has an attention too, texts would attend to each other in the student.
 
     An attention would outlive its model.
     """
-    before = len(packed_rows.ATTENTIONS)
+    monkeypatch.setattr(packed_rows, "ATTENTIONS", WeakSet())
     student, teacher = attention_of("sdpa"), attention_of("flash_attention_2")
     packed_rows.look(torch.tensor([[0, 1, 2, 0, 1]]))
     assert student.rows_are_packed and teacher.rows_are_packed
     del student, teacher
-    assert len(packed_rows.ATTENTIONS) == before
+    assert not packed_rows.ATTENTIONS
 
 
 @pytest.mark.follows("a byte for each pair of tokens; use 'flash_attention_2'")
@@ -227,6 +228,7 @@ def test_a_mask_of_a_gibibyte(monkeypatch):
         lambda attention, positions: packed_rows.look(positions),
     ):
         monkeypatch.setattr(packed_rows, "_SAID", set())
+        monkeypatch.setattr(packed_rows, "ATTENTIONS", WeakSet())
         with warnings_logged() as said:
             attention = attention_of("flash_attention_2")
             attention.rows_are_packed = True

@@ -144,13 +144,16 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
     folder = folder_of(name, sources, extra_include_paths, **flags)
     more = {"extra_include_paths": extra_include_paths, "verbose": verbose, **flags}
     if not name_of_built(folder):
-        with _alone_in(folder):
+        with _alone_in(folder) as is_alone:
             if not name_of_built(folder):
                 lacking = without_compiler()
                 if lacking:
                     # Torch would quote the command, and say that the shell knows no such program.
                     raise RuntimeError(f"DeepSpeed cannot build {name}, because this machine lacks {lacking}")
                 if _has_files_of_others(sources, extra_include_paths):
+                    if is_alone:
+                        # Torch would wait for a process that was killed in its build.
+                        (folder / "lock").unlink(missing_ok=True)
                     return cpp_extension.load(name, sources, build_directory=str(folder), **more)
                 # Build in a folder of its own: if locks hold on one host only, another host may build at this time.
                 with tempfile.TemporaryDirectory(dir=folder) as own:
@@ -164,17 +167,19 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
 
 
 @contextlib.contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """Context in which no other process builds in ``folder``. The kernel ends the lock of a killed process.
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Context in which no other process builds in ``folder``, if it yields true. The kernel ends a killed one's lock.
 
     The package filelock does without the kernel where a file system has no locks: it waits for ever, or leaves a file
     that outlives its process.
     """
     with contextlib.ExitStack() as held:
-        # If the system or its files have no locks, processes may build at the same time, each in its own folder.
+        is_alone = False
+        # If the system or its files have no locks, processes may build at the same time.
         with contextlib.suppress(ImportError, OSError):
             _lock(held.enter_context(open(folder / "building", "w")), folder)
-        yield
+            is_alone = True
+        yield is_alone
 
 
 def _lock(file: IO[str], folder: Path) -> None:

@@ -21,7 +21,7 @@ from support.ids import vary
 from support.lifetime import take_steps
 from support.models import WITH_BLOCKS, Block, BlocksWithin
 from support.on_ranks import on_ranks
-from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
+from support.parameter_gather import DELAY, MODELS, Around, EagerAround, TwoBodies, one_rank_late
 from support.training import (
     BOUND,
     OVERLAPPED,
@@ -281,6 +281,10 @@ def test_what_a_forward_reads_last():
     assert last_unit(share_with_a_block) == set()
     assert last_unit(lambda module: setattr(module.head, "weight", module.body.embedding.weight)) == set()
     assert last_unit(lambda module: None, lambda module: module.body) == set()
+    two = TwoBodies()
+    blocks = [*two.body.blocks, *two.second.blocks]
+    units = units_in_order(list(two.parameters()), two, blocks)
+    assert len(units) == 1 + len(blocks), "the bridge is read between the bodies"
 
 
 @vary("section", [{"overlap_param_gather": True}, {"shard_parameters": "frozen"}, {"shard_parameters": "all"}])

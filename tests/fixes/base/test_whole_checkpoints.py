@@ -342,8 +342,21 @@ def test_a_file_that_is_not_whole_of_the_latest(tmp_path, gone):
     assert resumed(run, folder, "whole") == []
 
 
+@on_ranks(2)
+def test_a_save_in_place_that_fails(tmp_path):
+    """The log would call a checkpoint whole of which a part was overwritten."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    error = mock.patch.object(whole_checkpoints.logger, "error")
+    with error as log, mock.patch("torch.save", interrupted_in("model_states", fill_disk)):
+        outcome(engine.save_checkpoint, folder, tag="one")
+    # The second rank writes no weights.
+    assert log.call_args[0][0].endswith("was not saved; a part of it may be of the earlier one with this tag")
+    engine.destroy()
+
+
 class Uploads(TorchCheckpointEngine):
-    """A checkpoint engine of a program's own, whose ``commit()`` does not call DeepSpeed's, which does nothing."""
+    """A checkpoint engine of a program's own. DeepSpeed's ``commit()`` does nothing, so this one does not call it."""
 
     def commit(self, info):
         self.found = sorted(name for *_, names in os.walk(info.save_dir) for name in names)

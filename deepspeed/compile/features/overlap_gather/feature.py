@@ -32,7 +32,7 @@ from .guards_of_callers import all_guards
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.backend import Frame
 
-# The number of the unit of parameters that lie outside the blocks or in several blocks, and are read before blocks.
+# The number of the unit of parameters outside the blocks, or in several, for which a forward waits when it begins.
 OUTSIDE = 0
 ALIASED = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
@@ -43,9 +43,10 @@ ALIASED = (
 class OverlapGather(Feature, AllGather):
     """Sends units in the order in which a forward reads them (:func:`units_in_order`) while the next forward runs.
 
-    A block waits for its own unit. Compiled code around blocks waits for the unit ``OUTSIDE`` when it begins, and for
-    others when the module has returned behind which it reads them. The guards of compiled code read the class of
-    parameters, so these must arrive before. Any other code waits when it reads a parameter (``arriving.py``).
+    A block waits for its own unit. Compiled code around blocks waits for the unit ``OUTSIDE`` when it begins. When a
+    module that calls blocks has returned, compiled code waits for the units that it reads next. The guards of compiled
+    code read the class of parameters, so these must arrive before. Any other code waits when it reads a parameter
+    (``arriving.py``).
     """
 
     @classmethod
@@ -95,6 +96,10 @@ class OverlapGather(Feature, AllGather):
         # Id of a module that calls blocks -> units that the code around blocks reads when that module has returned.
         # None -> units that it reads before any of these has returned. Code that is compiled later adds units.
         self._read_behind: Dict[Optional[int], Set[int]] = defaultdict(set, {None: {OUTSIDE}})
+        if len(units) > 1 + len(blocks.blocks):
+            # C++ code that reads a head does not wait by itself.
+            (caller,) = parents_of(module, blocks.blocks)
+            self._read_behind[id(caller)].add(len(units) - 1)
         # Which of these modules has returned last in the forward that is under way.
         self._returned: Optional[int] = None
         blocks.wrap_calls(self._around_call)
@@ -119,7 +124,7 @@ class OverlapGather(Feature, AllGather):
         return call(block, *args, **kwargs)
 
     def _call_caller(self, call, caller, /, *args, **kwargs):
-        # It runs uncompiled, so its own reads wait by themselves.
+        # The caller runs uncompiled, so its own reads wait by themselves.
         output = call(caller, *args, **kwargs)
         self._go_on_behind(id(caller))
         return output
@@ -281,17 +286,21 @@ class OverlapGather(Feature, AllGather):
 def units_in_order(parameters: Sequence[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
     """Splits ``parameters`` into units in the order in which a forward reads them, as far as modules show it.
 
-    The first unit is ``OUTSIDE``, which may be empty. Each block has a unit. The last unit has what only modules hold
-    that are registered behind those that call blocks, such as a head. It is missing if there is no such parameter.
+    The first unit is ``OUTSIDE``, which may be empty. Each block has a unit. If one module calls all blocks, what is
+    held only by modules that are registered behind it, such as a head, is the last unit. Embeddings are not: they are
+    read first. If several modules call blocks, what is registered behind all may be read between them.
     """
     outside, *of_blocks = by_block(parameters, module, blocks)
+    callers = parents_of(module, blocks)
+    if len(callers) != 1:
+        return [outside, *of_blocks]
     place, holders = {part: number for number, part in enumerate(module.modules())}, holders_outside(module, blocks)
-    called = max((place[part] for caller in parents_of(module, blocks) for part in caller.modules()), default=-1)
+    end = max(place[part] for part in callers[0].modules())
     of_several = {id(parameter) for block in blocks for parameter in block.parameters()}
 
     def is_read_last(parameter):
         held_by = holders[id(parameter)]
-        follows = all(place[holder] > called and not isinstance(holder, Embedding) for holder in held_by)
+        follows = all(place[holder] > end and not isinstance(holder, Embedding) for holder in held_by)
         return bool(held_by) and follows and id(parameter) not in of_several
 
     last = {id(parameter) for parameter in outside if is_read_last(parameter)}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 LATEST = "latest"
-# What a rename raises where object stores are mounted that know none.
+# What a rename raises where a mount, such as that of an object store, knows none, or none of this file.
 _NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
 # The devices where a rename has raised this.
 _without_renames: Set[int] = set()
@@ -57,12 +57,12 @@ def unfinished(path: str) -> str:
 def begin(writer: "TorchCheckpointEngine") -> None:
     """Called by ``create()``. What an interrupted save of this process has left is removed."""
     drop(writer)
-    writer.written = Written()
+    writer.written, writer.overwrites = Written(), False
 
 
 def keeps_earlier(writer: "CheckpointEngine") -> bool:
     """Whether files of an earlier checkpoint with the same tag stay until all are written. Others are overwritten."""
-    return hasattr(writer, "written")
+    return hasattr(writer, "written") and not getattr(writer, "overwrites", False)
 
 
 def drop(writer: "CheckpointEngine") -> None:
@@ -93,6 +93,8 @@ def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     """Context in which a file is written under the name that this yields. ``commit()`` gives the file its own."""
     written = getattr(writer, "written", None)
     if _is_written_in_place(path):
+        # Not in `written`, which is gone when a save that has failed says what is whole.
+        writer.overwrites = True
         with noting_error(writer):
             yield path
         return
@@ -157,8 +159,10 @@ def _rename(other, path):
         if error.errno not in _NO_RENAME:
             raise
         shutil.copyfile(other, path)
-        os.unlink(other)
         _without_renames.add(os.stat(path).st_dev)
+        # Such a mount may refuse to delete, too.
+        with contextlib.suppress(OSError):
+            os.unlink(other)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ MEMORY = (
 )
 # The attention of all models that share sequences, each of which may get the rows of a loader.
 ATTENTIONS: "WeakSet[UlyssesSPAttentionHF]" = WeakSet()
-# The messages of this process.
+# The messages that this process has logged.
 _SAID: Set[str] = set()
 # What collators without padding tell of a row beside its positions.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -77,7 +77,7 @@ def look(position_ids: torch.Tensor) -> None:
             attention.rows_are_packed = True
             if attention.core_attn_implementation == "flex_attention":
                 _warn(FLEX)
-    # Compiled code makes the mask without a word.
+    # Compiled code that makes the mask does not warn.
     if any(attention.rows_are_packed and attention.core_attn_implementation == "sdpa" for attention in ATTENTIONS):
         _warn_of_memory(position_ids.shape[0] * position_ids.shape[1] ** 2)
 

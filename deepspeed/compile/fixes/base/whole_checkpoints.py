@@ -69,7 +69,7 @@ def _say_which_is_whole(engine, folder, tag):
 def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     """Called on all ranks when each has written its files: gives these their names, and names the checkpoint.
 
-    An earlier checkpoint of the same tag stays whole until all ranks have written.
+    An earlier checkpoint of the same tag stays whole until all ranks have written, unless they write in place.
 
     Raises:
         Exception: on every rank, if a rank could not write a file. Without DeepCompile on that rank alone.

@@ -34,7 +34,7 @@ def _substitute(wrapper, stored_low):
         parameter = self.get_param()
         # peft adds to weights of these formats in another dtype.
         is_low = any(getattr(torch, name, None) == parameter.dtype for name in stored_low)
-        # ZeRO-3 looks for its parameters in the layer, and FSDP2 puts them there.
+        # ZeRO-3 looks for its parameters in the layer, and FSDP2 puts its own into the layer.
         is_sharded = hasattr(parameter, "ds_id") or is_dtensor(parameter)
         if adapters and not is_low and not is_sharded:
             return _adapted(self, adapters)
