@@ -689,10 +689,6 @@ TINY = {
 }
 
 
-@pytest.mark.follows(
-    "there is no file {}; name a config.json",
-    "reads no configuration of {} ({}); name a config.json",
-)
 class Declines(Small):
     """As a model of transformers that cannot checkpoint, of a configuration with quantized weights."""
 
@@ -709,6 +705,10 @@ def test_what_a_model_declines():
     assert any("quantization of the configuration is not counted" in note for note in answer.notes)
 
 
+@pytest.mark.follows(
+    "there is no file {}; name a config.json",
+    "reads no configuration of {} ({}); name a config.json",
+)
 @pytest.mark.slow
 @vary("lora", [None, 4])
 def test_a_model_of_transformers(capsys, tmp_path, lora):
