@@ -9,9 +9,10 @@ The steps, each a function below:
 3. unpack it under build/, keep its ZeRO-3 native sources beside ours, lay our files over it, and make EDITS,
 4. run the base's own setup.py in that tree with the arguments this script was given.
 
-A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a new file
-needs one more install. An sdist has the files of this repository, and none of the base. If the build fails, one
-sentence on standard error tells the user why and what to do.
+A wheel gets copies of our files. An editable install gets symbolic links, so that edits of files are live. A new file
+and a change of this script, of the pin or of EDITS need one more install, and ds_report says so until then. An sdist
+has the files of this repository, and none of the base. If the build fails, one sentence on standard error tells the
+user why and what to do.
 """
 
 import hashlib
@@ -32,7 +33,9 @@ BUILD = ROOT / "build"
 BASE_PIN = ROOT / "requirements" / "base.txt"
 ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
 
+# The commit follows, because pip leaves in place what has the version that it is asked to install.
 LOCAL_VERSION = "+zerograd.1"
+RECIPE = "recipe"
 COMPILE = ROOT / "deepspeed" / "compile"
 # Stated there, because the engine refuses an older torch too.
 OPTIONS = ROOT / "deepspeed" / "compile" / "zero_1_and_2" / "engine" / "options.py"
@@ -285,6 +288,13 @@ def require_torch(tree: Path) -> None:
     path.write_text(text)
 
 
+def recipe() -> str:
+    """Return a hash of all that makes the composed tree, except the contents of files that are linked there."""
+    files = [ROOT / "setup.py", BASE_PIN, COMPILE / "parts.py", *sorted(COMPILE.rglob("edits.py"))]
+    told = [*our_files(), *(file.read_text() for file in files)]
+    return hashlib.sha256("\0".join(told).encode()).hexdigest()
+
+
 def compose(archive: Path, version: str, tree: Path, link: bool) -> None:
     """Make a new tree in place of the former tree, which stays as it is until the new one is complete."""
     BUILD.mkdir(exist_ok=True)
@@ -299,6 +309,9 @@ def compose(archive: Path, version: str, tree: Path, link: bool) -> None:
         lay_over(fresh, ours, version, link)
         edit(fresh, version)
         require_torch(fresh)
+        if link:
+            # ds_report compares.
+            (fresh / RECIPE).write_text(recipe())
         shutil.rmtree(tree, ignore_errors=True)
         fresh.rename(tree)
 
@@ -329,14 +342,23 @@ def pack_sources(version: str) -> None:
     BUILD.mkdir(exist_ok=True)
     at = sys.argv.index("sdist")
     sys.argv[at:at] = ["egg_info", "--egg-base", str(BUILD)]
-    label = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
-    setuptools.setup(name="deepspeed", version=version + label, packages=[], py_modules=[], license_files=["LICENSE"])
+    version += local_version(commit_of_sources())
+    setuptools.setup(name="deepspeed", version=version, packages=[], py_modules=[], license_files=["LICENSE"])
 
 
-def commit_of_checkout() -> str:
-    """Return the commit of this checkout, which ds_report names; "unknown" if this is no checkout of its own."""
+def local_version(commit: str) -> str:
+    """Return what follows the base's version: what the user asks for, or a label with the commit if it is known."""
+    # The letter keeps a commit of digits from being read as a number.
+    known = "" if commit == "unknown" else f".g{commit}"
+    return os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION + known
+
+
+def commit_of_sources() -> str:
+    """Return the commit of this checkout or sdist, which ds_report names; "unknown" if it is neither."""
+    packed = ROOT / "PKG-INFO"
     if not (ROOT / ".git").exists():
-        return "unknown"
+        of_sdist = re.search(r"(?m)^Version: .*\.g([0-9a-f]+)$", packed.read_text()) if packed.is_file() else None
+        return of_sdist[1] if of_sdist else "unknown"
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -370,8 +392,8 @@ def main() -> None:
     tree = BUILD / ("editable" if editable else "wheel")
     compose(archive, version, tree, link=editable)
 
-    os.environ["DS_BUILD_STRING"] = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
-    os.environ["DS_FORK_COMMIT"] = commit_of_checkout()
+    os.environ["DS_FORK_COMMIT"] = commit_of_sources()
+    os.environ["DS_BUILD_STRING"] = local_version(os.environ["DS_FORK_COMMIT"])
     home = home_of_checkout()
     if home is not None:
         os.environ["DS_FORK_HOME"] = home

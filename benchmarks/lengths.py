@@ -102,6 +102,7 @@ ROWS = (
     Row("fork, loss in tiles", K32, 8, 4, 40, FORK, loss=True),
     Row("FSDP2", K256, 2, 3, 90, FSDP2, loss=True),
     Row("fork, tiles", K128, 36, 3, 230, f"{FORK} --states 8bit --remainders", mlp=True, loss=True),
+    Row("fork, loss in tiles", K256, 2, 3, 75, FORK, loss=True),
 )
 
 

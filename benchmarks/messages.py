@@ -7,7 +7,6 @@ process group. Where parameters lie is that by which `deepspeed.compile.tools.fi
 follow every change of that code. Only one process is needed.
 """
 
-import re
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from .workload import Shape, build_model
 if TYPE_CHECKING:
     from deepspeed.compile.zero_1_and_2.layout import Layout
 
+# The number of the unit of the embedding and the final norm. The head is the last unit.
 OUTSIDE = 0
 
 
@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     """The parameters of a model, in its order, without memory."""
 
     parameters: list[Parameter]
-    units: list[int]  # of each parameter: 0 outside of layers, otherwise 1 + the number of its layer
+    units: list[int]  # of each parameter: the number of its unit, in the order in which the engine gathers them
     work: list[int]  # of each parameter: for how many elements there are products to compute
 
 
@@ -40,12 +40,16 @@ class Sent(NamedTuple):
 
 def sizes(shape: Shape) -> Sizes:
     """Returns the parameters of a Qwen3 of this shape, in bf16."""
+    from deepspeed.compile.features.overlap_gather.feature import units_in_order
+
     model = build_model(shape, torch.bfloat16, "meta", checkpoint=False)
-    found = [re.match(r"model\.layers\.(\d+)\.", name) for name, _ in model.named_parameters()]
-    work = [parameter.numel() for parameter in model.parameters()]
+    parameters = list(model.parameters())
+    units = units_in_order(parameters, model, list(model.model.layers))
+    unit_of = {id(parameter): number for number, unit in enumerate(units) for parameter in unit}
+    work = [parameter.numel() for parameter in parameters]
     # The first parameter is the embedding, whose rows are only looked up.
     work[0] = 0
-    return Sizes(list(model.parameters()), [1 + int(match[1]) if match else OUTSIDE for match in found], work)
+    return Sizes(parameters, [unit_of[id(parameter)] for parameter in parameters], work)
 
 
 def layout(model: Sizes, ranks: int) -> "Layout":
@@ -117,9 +121,9 @@ def sharded_gathers(model: Sizes, ranks: int) -> list[list[int]]:
 
     The final norm is in none: it is small, so it stays whole on every rank.
     """
-    outside, *blocks = _members(model)
-    embedding, *_, head = [parameter for parameter in outside if parameter.dim() > 1]
-    return [_gathers(model, ranks, unit) for unit in ([embedding], *blocks, [head])]
+    outside, *others = _members(model)
+    embedding = [parameter for parameter in outside if parameter.dim() > 1]
+    return [_gathers(model, ranks, unit) for unit in (embedding, *others)]
 
 
 def _gathers(model, ranks, unit):

@@ -29,7 +29,7 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
 
 - The fork's backward: gradients arrive in the reverse order of the parameters, each after its share of the backward by
   elements of matrices. One bucket is in flight: before the next is sent, the compute stream waits for it.
-- The fork's gather sends units in their order, and the forward waits for head and embedding, and then for each block.
+- The fork's gather sends the embedding, each block and the head, and the forward waits for each where it comes to it.
   Not overlapped, it is one all-gather with nothing under it.
 - Sharded (``shard_parameters: "all"``): the embedding is gathered when the forward begins, the first block behind
   it, then each block while the previous one computes, and the head under the last block. The backward begins with
@@ -47,8 +47,8 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
   256.
 - The last block, which stays whole (``shard_parameters/keep.py``): 6 ms from 256 ranks on.
 
-On 512 ranks and more, groups of few blocks would hide more of the overlapped gather than blocks do: of 27 ms that it
-is waited for on 1024 ranks, 9, or with four times the latency 104 of 272.
+On 1024 ranks, groups of two blocks would hide more of the overlapped gather than blocks do: it would be waited for
+10 ms instead of 26, or with four times the latency 119 instead of 278.
 
 **Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 321 in 134
 buckets for Qwen3-8B on 2 ranks.
@@ -271,12 +271,12 @@ def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
     embedding, *blocks, head = range(len(units))
     # Nothing computes while the embedding arrives, and then the first block.
     now, arrives = 0.0, took[embedding] + took[blocks[0]]
-    outside, *parts = [case.compute / 3 * part for _, part in case.of_units()]
-    for block, part in zip(blocks, parts):
+    parts = [case.compute / 3 * part for _, part in case.of_units()]
+    for block in blocks:
         now = max(now, arrives)
         arrives = now + took[block + 1]
-        now += part
-    exposed = max(now, arrives) + outside - case.compute / 3
+        now += parts[block]
+    exposed = max(now, arrives) + parts[embedding] + parts[head] - case.compute / 3
     back = _sharded_backward(case, cluster, ranks, took)
     return Cost(sum(took) + back.busy, exposed + back.exposed)
 
@@ -288,11 +288,11 @@ def _sharded_backward(case, cluster, ranks, took):
 
     backward = case.compute * 2 / 3
     now = busy = free = bucket_arrives = 0.0  # free: when the network is
-    last = max(case.model.units)
-    arrives = {block: 0.0 for block in range(last, last - kept_by_default(ranks), -1)}  # of blocks
+    head = max(case.model.units)
+    arrives = {unit: 0.0 for unit in range(head, head - 1 - kept_by_default(ranks), -1)}
     for unit, sent in zip([*reversed(case.model.units), OUTSIDE], reductions(case.model, ranks, BUCKET)):
         # A block, and the one that the backward comes to next.
-        for block in (unit, unit - 1):
+        for block in (unit, unit - 1) if unit != head else ():
             if block > OUTSIDE and block not in arrives:
                 busy, arrives[block] = busy + took[block], max(now, free) + took[block]
                 free = arrives[block]
@@ -316,17 +316,16 @@ def _under_the_forward(case, took):
     forward = case.compute / 3
     parts = [part for _, part in case.of_units()]
     now = arrives = 0.0
-    for number, of_unit in enumerate(took):
+    for of_unit, part in zip(took, parts):
         arrives += of_unit
-        # What lies outside of layers is waited for at the beginning, and computes behind them.
-        now = max(now, arrives) + (0.0 if number == OUTSIDE else forward * parts[number])
-    return Cost(arrives, now + forward * parts[OUTSIDE] - forward)
+        now = max(now, arrives) + forward * part
+    return Cost(arrives, now - forward)
 
 
 def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
     """FSDP2: each layer is gathered while the one before it computes, and reduced behind it.
 
-    What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
+    Embedding and head are units by themselves, as in benchmarks/systems.py, and stay gathered until their backward.
 
     Args:
         case: the model and its training.
@@ -334,28 +333,28 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
         ranks: on how many GPUs.
         reshard: ``reshard_after_forward``: whether layers are gathered again for the backward.
     """
-    units = case.of_units()
-    took = [cluster.to_all(size, ranks) for size, _ in units]
+    took = [cluster.to_all(2 * sum(unit), ranks) for unit in sharded_gathers(case.model, ranks)]
     forward = case.compute / 3
-    arrives = took[OUTSIDE] + took[1]
-    now = 0.0
-    for number in range(1, len(units)):
+    outside, *parts, head = [part for _, part in case.of_units()]
+    # Nothing computes while the embedding arrives, and then the first layer.
+    now, arrives = 0.0, took[0] + took[1]
+    for following, part in zip(took[2:], parts):
         begins = max(now, arrives)
-        if number + 1 < len(units):
-            arrives = begins + took[number + 1]
-        now = begins + forward * units[number][1]
-    exposed = now + forward * units[OUTSIDE][1] - forward
+        arrives = begins + following
+        now = begins + forward * part
+    exposed = max(now, arrives) + forward * (outside + head) - forward
     backward = 2 * forward
     # The last layer is still gathered. One communicator serves gathers and reductions, one at a time.
-    now, arrives, free = backward * units[OUTSIDE][1], 0.0, 0.0
-    for number in range(len(units) - 1, 0, -1):
+    now, arrives = backward * (outside + head), 0.0
+    free = now + took[-1]
+    for number in range(len(parts), 0, -1):
         begins = max(now, arrives)
         if reshard and number > 1:
             arrives = free = max(begins, free) + took[number - 1]
-        now = begins + backward * units[number][1]
+        now = begins + backward * parts[number - 1]
         free = max(now, free) + took[number]
-    exposed += max(now, free) + took[OUTSIDE] - backward
-    again = sum(took[1:-1]) if reshard else 0.0
+    exposed += max(now, free) + took[0] - backward
+    again = sum(took[1:-2]) if reshard else 0.0
     return Cost(2 * sum(took) + again, exposed)
 
 
@@ -378,7 +377,7 @@ def gather_frozen(case: Case, cluster: Cluster, ranks: int) -> Cost:
     frozen parameters takes as long as the forward. Adapters are left out.
     """
     busy = exposed = 0.0
-    blocks = case.of_units()[1:]
+    blocks = case.of_units()[1:-1]
     for place, (size, _) in enumerate(blocks):
         took = cluster.to_all(size, ranks)
         under = case.compute / 3 * blocks[place - 1][1] if place else 0.0
@@ -393,7 +392,7 @@ def frozen(case: Case, latency: float) -> str:
     for bandwidth in (360e9, 180e9, 45e9):
         for ranks in (8, 64):
             cost = gather_frozen(case, Cluster(bandwidth=bandwidth, latency=latency), ranks)
-            blocks = compute * sum(part for _, part in case.of_units()[1:])
+            blocks = compute * sum(part for _, part in case.of_units()[1:-1])
             part = cost.exposed / (cost.exposed + compute)
             cells.append(
                 [

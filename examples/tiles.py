@@ -53,10 +53,13 @@ def loss_in_tiles(model, tiles):
         logits = model.lm_head(hidden).flatten(0, 1).float()
         return functional.cross_entropy(logits, targets.flatten(), ignore_index=-100, reduction="sum")
 
+    # Compiled, logits are not read and written by each operator. The function that cuts tokens cannot be compiled.
+    compiled_tile = torch.compile(of_tile)
+
     @torch.compiler.disable
     def summed(hidden, targets):
         return sequence_tiled_compute(
-            of_tile,
+            compiled_tile,
             hidden.shape[1],
             tiles,
             {"hidden": hidden, "targets": targets},
@@ -75,7 +78,8 @@ def loss_in_tiles(model, tiles):
         return CausalLMOutput(loss=summed(hidden, targets) / (targets != -100).sum())
 
     model.forward = forward
-    with torch.no_grad():
+    # Uncompiled: else training's length would be the second that torch sees, and torch would compile for any length.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         in_tiles = model(input_ids=ids, labels=ids).loss
     model.train(is_training)
     # With --shard the first rank alone has the model's values.

@@ -193,7 +193,7 @@ void bind_copy_engines(py::module m)
                 engines.add_flat({std::move(addresses), bytes});
             },
             unlocked())
-        .def("forget_flats", &CopyEngines::forget_flats)
+        .def("forget_flats", &CopyEngines::forget_flats, unlocked())
         .def(
             "gather", &CopyEngines::gather, py::arg("runs"), py::arg("shards") = std::vector<at::Tensor>(), unlocked())
         .def("before_write", &CopyEngines::before_write, unlocked())

@@ -4,6 +4,7 @@
 
 import gc
 import time
+import weakref
 from typing import NamedTuple
 
 import pytest
@@ -246,6 +247,20 @@ def test_release(how, stage):
             engine.step()
         pair.step(1)
         assert pair.last_error() < BOUND
+
+
+@vary("stage", [1, 2])
+@on_ranks(2)
+def test_an_engine_that_is_dropped_between_backward_and_step(stage):
+    """Its parameters would stay for good, because the reducer keeps parameters, and these kept the reducer."""
+    module, engine = start(Case(stage=stage))
+    backward(engine, 0, 0)
+    references = [weakref.ref(parameter) for parameter in module.parameters()]
+    del module, engine
+    # The reducer goes with the engine, and what only the reducer has kept goes later.
+    gc.collect()
+    gc.collect()
+    assert all(reference() is None for reference in references)
 
 
 @pytest.mark.core

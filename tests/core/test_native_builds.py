@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds of the native code by several processes, some of which are killed."""
 
+import errno
+import fcntl
 import os
+import platform
 import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 from deepspeed.ops.op_builder import build_folder
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 PROGRAM = pytest.mark.program("deepspeed/ops/op_builder")
 
@@ -105,6 +112,32 @@ def test_a_build_that_was_killed_is_taken_over(start, name):
     assert second.text().count("waits for another process") == 1
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_a_file_system_without_locks(monkeypatch, tmp_path, error):
+    """A build would wait for ever for a lock that nobody holds, or leave one that outlives a killed host."""
+    with monkeypatch.context() as without:
+        without.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(error, os.strerror(error))))
+        with build_folder._alone_in(tmp_path):
+            pass
+    with open(tmp_path / "building") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_a_system_without_locks(tmp_path):
+    """On Windows, which has no module fcntl, DeepSpeed could not be imported."""
+    command = f"""
+import pathlib, sys
+sys.modules["fcntl"] = None
+from deepspeed.ops.op_builder import build_folder
+with build_folder._alone_in(pathlib.Path({str(tmp_path)!r})):
+    print("builds")
+"""
+    ran = subprocess.run([sys.executable, "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert "builds" in ran.stdout, ran.stderr
+
+
 SOURCE = """
 #include "answer.h"
 #include <torch/extension.h>
@@ -143,6 +176,16 @@ def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch, tm
     with monkeypatch.context() as changed:
         changed.setenv("CXX", "another-compiler")
         others.append(build_folder.folder_of(**arguments))
+    with monkeypatch.context() as changed:
+        changed.setattr(platform, "libc_ver", lambda: ("glibc", "2.2"))
+        others.append(build_folder.folder_of(**arguments))
+    kernels = {**arguments, "sources": [f"{tmp_path}/fourth/csrc/kernels.cu"]}
+    others.append(build_folder.folder_of(**kernels))
+    # An image with the tools of CUDA sets the first two, and code without kernels depends on none.
+    for variable in ("CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH"):
+        monkeypatch.setenv(variable, "another")
+        assert build_folder.folder_of(**arguments) == folder, variable
+        others.append(build_folder.folder_of(**kernels))
     monkeypatch.setattr(torch, "__version__", "another")
     others.append(build_folder.folder_of(**arguments))
     assert len({folder, *others}) == 1 + len(others)
@@ -166,7 +209,7 @@ def compilers(monkeypatch, tmp_path):
 
 
 @pytest.mark.quick
-def test_a_folder_is_of_the_compiler(environment, compilers):
+def test_a_folder_is_of_the_compiler(environment, compilers, monkeypatch):
     """A machine with an older C++ library would load what another machine's newer compiler has built."""
     arguments = environment("first", 42)
     folders = []
@@ -179,6 +222,9 @@ def test_a_folder_is_of_the_compiler(environment, compilers):
     assert build_folder.folder_of(**arguments) not in folders
     (folders[1] / "built").write_text("answer")
     (folders[1] / f"answer{torch.utils.cpp_extension.LIB_EXT}").touch()
+    assert build_folder.folder_of(**arguments) == folders[1]
+    monkeypatch.setenv("CXX", "another-compiler")
+    monkeypatch.setenv("CC", "another-compiler")
     assert build_folder.folder_of(**arguments) == folders[1]
 
 
@@ -203,6 +249,49 @@ def test_environments_share_what_they_build(environment, monkeypatch):
         # Nothing is compiled from now on.
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(torch.utils.cpp_extension, "load", None)
+
+
+PLAIN = """
+#include <Python.h>
+#define INIT_OF(name) PyInit_##name
+#define INIT(name) INIT_OF(name)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "answer"};
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)(void) {
+    PyObject* made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "answer", %d);
+    return made;
+}
+"""
+
+
+def test_code_of_others_that_changes(environment, monkeypatch, tmp_path):
+    """A builder of another package would go on with the native code that was built before its source changed."""
+    arguments = environment("of_others", 0)
+    monkeypatch.setattr(build_folder, "ROOT", tmp_path / "of_deepspeed")
+    (source,) = arguments["sources"]
+    for answer in (42, 43):
+        Path(source).write_text(PLAIN % answer)
+        assert build_folder.load(**arguments).answer == answer
+
+
+@pytest.mark.quick
+def test_code_of_others_is_told_apart(environment, monkeypatch):
+    """DeepSpeed's own builders would start ninja each time, because they name the headers of CUDA."""
+    arguments = environment("any", 0)
+    sources, (headers,) = arguments["sources"], arguments["extra_include_paths"]
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", "/opt/cuda")
+    assert not build_folder._has_files_of_others(sources, [headers, "/opt/cuda/include"])
+    assert build_folder._has_files_of_others(sources, [headers, "/opt/cutlass/include"])
+    assert build_folder._has_files_of_others([*sources, "/opt/any.cpp"], [headers])
+
+
+@pytest.mark.quick
+def test_the_cause_is_in_the_sentence(monkeypatch):
+    """A rank's error would say that the output above says why, where the output of that rank is not shown."""
+    monkeypatch.setattr(DeepCompileBuilder, "is_built", lambda self: True)
+    monkeypatch.setattr(DeepCompileBuilder, "load_reducer", mock.Mock(side_effect=RuntimeError("no space is left")))
+    with pytest.raises(RuntimeError, match="^DeepCompile could not build its native code: no space is left$"):
+        reducer_module.__wrapped__()
 
 
 @pytest.mark.quick

@@ -67,6 +67,7 @@ def test_compile_kwargs(ranks, kwargs, varied, from_graphs):
             {"options": {"epilogue_fusion": False, "max_fusion_size": 1}},
             {"epilogue_fusion": False, "max_fusion_size": 1},
         ),
+        ({"options": {"epilogue-fusion": False}}, {"epilogue_fusion": False, "epilogue-fusion": None}),
     ],
     expects="expected",
 )

@@ -205,18 +205,18 @@ def test_debug_log(ranks):
     assert result.output.count("deepcompile.end_backward.default") == 1
 
 
-@pytest.mark.options("memory_breakdown", "steps_per_print", "dump_state")
+@pytest.mark.options("memory_breakdown", "steps_per_print", "dump_state", "timers")
 @pytest.mark.parametrize(
     "option, says",
     [
         ("dump_state", r"DeepSpeedEngine configuration:"),
         ("memory_breakdown", r"Engine before forward[\s\S]*Engine after backward"),
-        ("steps_per_print", r"step=1, skipped=0, lr="),
+        ("steps_per_print", r"step=1, skipped=0, lr=[\s\S]*global_step=3, RunningAvgSamplesPerSec=\d"),
     ],
 )
 def test_reports(ranks, option, says):
     """A report that somebody asks for would not be there under DeepCompile."""
-    case = Case(model=SMALL, steps=1, config={"log_level": "info", option: 1 if option == "steps_per_print" else True})
+    case = Case(model=SMALL, steps=3, config={"log_level": "info", option: 1 if option == "steps_per_print" else True})
     (result,) = ranks(1).run(train_and_collect_output, case)
     assert re.search(says, result.output)
     assert result.trained.error < BOUND

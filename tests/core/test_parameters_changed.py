@@ -7,13 +7,16 @@ the optimizer's own copies.
 """
 
 import dataclasses
+import logging
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from support.beside import Beside, Outcome, check
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+
+from support.beside import Beside, Outcome, check, logged
 from support.ids import vary
 from support.models import VOCABULARY, Block, Model
 from support.on_ranks import on_ranks
@@ -162,3 +165,28 @@ def test_a_block_unfrozen_after_the_engine_was_made():
     with pytest.raises(RuntimeError, match="or its requires_grad set, after the engine was made; create a new engine"):
         engine(ids)
     engine.destroy()
+
+
+def says_of_kept(compiles_first, keep):
+    """Whether this rank says that what ``keep`` returns does not follow, and whether it follows in a step."""
+    module = build(Case(model="FillsPartition"))
+    engine = make_engine(module, Case(config={"compile": {"deepcompile": True}}, deepcompile=False))
+    with logged(logging.INFO) as texts:
+        if compiles_first:
+            engine.compile(backend="eager")
+        kept = keep(module)
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        engine.step()
+        wait_for_parameters(engine)
+    follows = all(torch.equal(value, parameter) for value, parameter in zip(kept, module.parameters()))
+    engine.destroy()
+    return any("does not follow the parameters" in text for text in texts), follows
+
+
+@pytest.mark.follows("from now on; keep the parameters instead")
+@on_ranks(2)
+def test_what_was_taken_before_an_engine_compiles_itself():
+    """An average or a clamp that keeps `parameter.data` would work on memory that nobody trains, without a word."""
+    assert says_of_kept(False, lambda module: [*module.state_dict().values()]) == (True, False)
+    assert says_of_kept(True, lambda module: [*module.state_dict().values()]) == (False, True)
+    assert says_of_kept(False, lambda module: [*module.parameters()]) == (False, True)

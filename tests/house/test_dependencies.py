@@ -28,6 +28,8 @@ OWN = {
     "_memory_recorder",
     "_has_logged_its_stage",
     "_has_warned_of_evaluation",
+    "_half_loaded",
+    "_has_begun_to_load",
     "_save_has_come_to",
     "base_orders",
     "even_layouts",

@@ -161,15 +161,22 @@ def packaged(name):
     return f"deepspeed/ops/{name}" if name.startswith("csrc/") else name
 
 
-def test_wheel_is_named_and_labelled(made, built):
+def of_commit(made):
+    """The commit of what `make wheel` has made, and its version."""
     commit = run("git", "rev-parse", "--short", "HEAD", cwd=made.parent).strip()
-    assert Path(built.filename).name == f"deepspeed-{VERSION}-py3-none-any.whl"
+    return commit, f"{VERSION}.g{commit}"
+
+
+def test_wheel_is_named_and_labelled(made, built):
+    """pip would install nothing where another commit of the release is installed: both would have one version."""
+    commit, version = of_commit(made)
+    assert Path(built.filename).name == f"deepspeed-{version}-py3-none-any.whl"
     written = built.read("deepspeed/git_version_info_installed.py").decode()
-    assert f"version='{VERSION}'" in written and f"git_hash='{commit}'" in written
+    assert f"version='{version}'" in written and f"git_hash='{commit}'" in written
 
 
-def test_an_extra_brings_what_draws_pictures(built):
-    metadata = built.read(f"deepspeed-{VERSION}.dist-info/METADATA").decode()
+def test_an_extra_brings_what_draws_pictures(made, built):
+    metadata = built.read(f"deepspeed-{of_commit(made)[1]}.dist-info/METADATA").decode()
     assert re.search("(?m)^Requires-Dist: matplotlib; extra == .pictures.$", metadata)
 
 
@@ -215,8 +222,8 @@ def test_wheel_keeps_the_header_that_the_zero3_sources_include(built, base):
     assert kept != built.read("deepspeed/ops/csrc/includes/deepcompile.h")
 
 
-def test_wheel_metadata_is_the_base_s_but_for_torch_and_pictures(built, base):
-    folder = f"deepspeed-{VERSION}.dist-info"
+def test_wheel_metadata_is_the_base_s_but_for_torch_and_pictures(made, built, base):
+    folder = f"deepspeed-{of_commit(made)[1]}.dist-info"
     ours = metadata(built.read(f"{folder}/METADATA").decode())
     theirs = metadata(base["PKG-INFO"].decode())
     changed = {"torch>=2.0.0": "torch>=2.11"}
@@ -270,13 +277,28 @@ def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
     assert venv.files() == before
 
 
+@pytest.mark.follows("edits DeepSpeed in another way, than at its installation; run")
 def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
+    """After git pull, old edits would call new code, and ds_report would name the new commit and nothing else."""
     before = venv.files()
     venv.pip("install", "--no-build-isolation", "--editable", ".", cwd=checkout)
     with open(checkout / REPLACED, "a") as file:
         file.write("\nEDITED = 'live'\n")
     code = "import deepspeed; from deepspeed.compile import fx; print(deepspeed.__version__, fx.EDITED)"
     assert venv.python(code) == f"{VERSION} live"
+    code = "from deepspeed.compile.tools.reports.ds_report import outdated; print([*outdated()])"
+    assert venv.python(code) == "[]"
+    advice = f"; run pip install --no-build-isolation -e {checkout}"
+    for changed in (checkout / "setup.py", checkout / "deepspeed/compile/fixes/base/edits.py"):
+        text = changed.read_text()
+        changed.write_text(f"{text}\n# One more line.\n")
+        assert advice in venv.python(code), changed
+        changed.write_text(text)
+    assert venv.python(code) == "[]"
+    (checkout / "deepspeed" / "compile" / "added.py").touch()
+    assert advice in venv.python(code)
+    venv.pip("install", "--no-build-isolation", "-e", checkout, cwd=venv.folder)
+    assert venv.python("from deepspeed.compile import added", code) == "[]"
 
     # Building a wheel in the same checkout leaves the editable install alone.
     run(venv.bin / "python", "setup.py", "--version", cwd=checkout)
@@ -327,7 +349,8 @@ def skip_without_an_index(venv):
 def test_the_sdist_installs_with_nothing_but_an_index(venv, made, base, tmp_path):
     """`make wheel` would make no sdist, or one that lacks a file that the build reads, or has files of the base."""
     (archive,) = made.glob("*.tar.gz")
-    assert archive.name == f"deepspeed-{VERSION}.tar.gz" and len([*made.iterdir()]) == 2
+    commit, version = of_commit(made)
+    assert archive.name == f"deepspeed-{version}.tar.gz" and len([*made.iterdir()]) == 2
     with tarfile.open(archive) as tar:
         packed = {name.partition("/")[2] for name in tar.getnames()}
     assert {name for name in packed & base.keys() if name.startswith(("csrc/", "deepspeed/"))} <= {*our_files()}
@@ -337,9 +360,10 @@ def test_the_sdist_installs_with_nothing_but_an_index(venv, made, base, tmp_path
     offer = {"DS_BASE_ARCHIVE_DIR": "", "PIP_FIND_LINKS": find_links}
     venv.pip("install", "--no-deps", archive, cwd=tmp_path, env=offer)
     code = (
-        "import deepspeed; from deepspeed.compile.zero_1_and_2 import gradient_counters; print(deepspeed.__version__)"
+        "import deepspeed; from deepspeed.compile.zero_1_and_2 import gradient_counters",
+        "print(deepspeed.__version__, deepspeed.__git_hash__)",
     )
-    assert venv.python(code) == VERSION
+    assert venv.python(*code) == f"{version} {commit}"
     for name in our_files():
         assert (venv.site / packaged(name)).read_bytes() == (ROOT / name).read_bytes(), name
 

@@ -265,6 +265,9 @@ def sft(case, resumes, model=None, liger=False, **others):
         processing_class=make_tokenizer(),
         **others,
     )
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
     return train(trainer, case, resumes)
 
 
@@ -277,7 +280,8 @@ def sft_with_liger(case, resumes):
 
 
 def sft_with_nf4(case, resumes):
-    """The same with weights that bitsandbytes has quantized. TRL trains the adapters in bf16 then."""
+    """The same with weights that bitsandbytes has quantized. TRL makes the adapters bf16 then, and they are trained in
+    fp32 here: one rounding of bf16 changes losses by more than the bound."""
     return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters())
 
 

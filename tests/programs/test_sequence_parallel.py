@@ -8,6 +8,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 from unittest import mock
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -196,16 +197,58 @@ def test_tokens_attend_as_on_one_rank(world, packed, window, case):
     assert counters["from_graphs"] > 0
 
 
+def attention_of(implementation):
+    """Returns what stands for the attention of a model that shares sequences."""
+    attention = torch.nn.Module()
+    attention.rows_are_packed, attention.core_attn_implementation = False, implementation
+    packed_rows.ATTENTIONS.add(attention)
+    return attention
+
+
+def test_two_models_learn_of_texts(monkeypatch):
+    """With the rows of a student whose teacher has an attention too, texts would attend to each other in the student.
+
+    An attention would outlive its model.
+    """
+    monkeypatch.setattr(packed_rows, "ATTENTIONS", WeakSet())
+    student, teacher = attention_of("sdpa"), attention_of("flash_attention_2")
+    packed_rows.look(torch.tensor([[0, 1, 2, 0, 1]]))
+    assert student.rows_are_packed and teacher.rows_are_packed
+    del student, teacher
+    assert not packed_rows.ATTENTIONS
+
+
+@pytest.mark.follows("a byte for each pair of tokens; use 'flash_attention_2'")
+def test_a_mask_of_a_gibibyte(monkeypatch):
+    """A long row would end in a lack of memory, and nobody would learn that a mask needs it."""
+    module = torch.nn.Module()
+    long, longer = (torch.zeros(1, length, dtype=torch.int64, device="meta") for length in (2**15, 2**16))
+    for call in (
+        lambda attention, positions: packed_rows.mask(attention, module, positions, None, None),
+        lambda attention, positions: packed_rows.look(positions),
+    ):
+        monkeypatch.setattr(packed_rows, "_SAID", set())
+        monkeypatch.setattr(packed_rows, "ATTENTIONS", WeakSet())
+        with warnings_logged() as said:
+            attention = attention_of("flash_attention_2")
+            attention.rows_are_packed = True
+            assert call(attention, longer) is None and said == []
+            attention.core_attn_implementation = "sdpa"
+            for positions in (long[:, 1:], long, longer):
+                call(attention, positions)
+        assert said == [packed_rows.MEMORY.format(1.0)]
+
+
 def test_rows_that_hold_several_texts():
     """Rows that end in padding would need a mask, models that attend to later tokens too would get a causal one, and
     nobody would learn that flex_attention takes none."""
     module, both_ways = torch.nn.Module(), torch.nn.Module()
     both_ways.is_causal = False
     positions = torch.tensor([[0, 1, 2, 3, 0, 0], [0, 1, 2, 0, 1, 0]])
-    attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="sdpa")
-    packed_rows.look(attention, positions[:1])
+    attention = attention_of("sdpa")
+    packed_rows.look(positions[:1])
     assert packed_rows.mask(attention, module, positions, None, None) is None
-    packed_rows.look(attention, positions)
+    packed_rows.look(positions)
     seen = packed_rows.mask(attention, module, positions, None, 2)
     assert seen.shape == (2, 1, 6, 6)
     assert seen[1, 0].nonzero().tolist() == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 3], [4, 3], [4, 4], [5, 5]]
@@ -213,9 +256,9 @@ def test_rows_that_hold_several_texts():
     whole = packed_rows.mask(attention, module, positions, None, None)
     assert whole[1, 0, 2].tolist() == [True, True, True, False, False, False]
     assert torch.equal(packed_rows.mask(attention, both_ways, positions, None, None), whole | whole.mT)
-    attention = SimpleNamespace(rows_are_packed=False, core_attn_implementation="flex_attention")
+    attention = attention_of("flex_attention")
     with warnings_logged() as said:
-        packed_rows.look(attention, positions)
+        packed_rows.look(positions)
         packed_rows.warn_of_windows("flex_attention", SimpleNamespace(layer_types=["sliding_attention"]))
         packed_rows.warn_of_windows("flex_attention", SimpleNamespace(layer_types=["full_attention"]))
         packed_rows.warn_of_windows("sdpa", SimpleNamespace(layer_types=["sliding_attention"]))

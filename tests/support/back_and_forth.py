@@ -125,7 +125,7 @@ def _part(kind, folder, number, parts, options, steps):
     name = type(engine.optimizer).__name__
     reached, schedule = _state(engine), (engine.global_steps, engine.get_lr())
     engine.destroy()
-    return Part(deepspeed.__version__, name.startswith("StepLocal"), losses, schedule, loaded, reached)
+    return Part(_version(), name.startswith("StepLocal"), losses, schedule, loaded, reached)
 
 
 def save_for_other_ranks(kinds, folder, options=None):
@@ -154,7 +154,7 @@ def convert(kinds, folder, *flags):
 
 def load_of_other_ranks(kinds, folder, options=None):
     """Loads universal checkpoints, and trains. Returns the version, and what each had before and after that."""
-    return deepspeed.__version__, [_load_of_other_ranks(kind, _folder(folder, kind), options) for kind in kinds]
+    return _version(), [_load_of_other_ranks(kind, _folder(folder, kind), options) for kind in kinds]
 
 
 def _load_of_other_ranks(kind, folder, options):
@@ -165,6 +165,11 @@ def _load_of_other_ranks(kind, folder, options):
     reached, schedule = _whole(engine), (engine.global_steps, engine.get_lr())
     engine.destroy()
     return loaded, reached, schedule
+
+
+def _version():
+    """Returns the version without the commit, of which the fork's version has a name."""
+    return deepspeed.__version__.partition(".g")[0]
 
 
 def _whole(engine):

@@ -28,10 +28,11 @@ def names_the_bucket(message):
 def not_ended_by_nccl(answers, capfd):
     """Returns {rank: its answer} without ranks that NCCL's watchdog ended: no exception can come from there.
 
-    Asserts of these that the watchdog has said what timed out.
+    Asserts of these that the watchdog has said what timed out, or which call failed.
     """
     ended = [rank for rank, answer in enumerate(answers) if answer == "died with exit status -6"]
     if ended:
         assert torch.cuda.is_available(), answers
-        assert "Watchdog caught collective operation timeout" in capfd.readouterr().err
+        said = capfd.readouterr().err
+        assert re.search("Watchdog caught collective operation timeout|watchdog thread terminated", said), said[-2000:]
     return {rank: answer for rank, answer in enumerate(answers) if rank not in ended}

@@ -150,6 +150,14 @@ class OnlyMatrices(nn.Module):
         return F.cross_entropy(self.last(torch.tanh(x)).flatten(0, 1), ids.flatten())
 
 
+class OneMatrix(OnlyMatrices):
+    """The partitions of more than two ranks are smaller than its matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.first.requires_grad_(False)
+
+
 class NoMatrices(nn.Module):
     """Nothing is left to Muon."""
 
@@ -179,7 +187,10 @@ MODELS = {
     "Filters2": lambda *sizes: WithFilters(*sizes, dims=2),
     "Filters3": lambda *sizes: WithFilters(*sizes, dims=3),
     "Filters4": lambda *sizes: WithFilters(*sizes, dims=4),
-    **{model.__name__: lambda *_, model=model: model() for model in (OnlyMatrices, NoMatrices, OneSmallMatrix)},
+    **{
+        model.__name__: lambda *_, model=model: model()
+        for model in (OnlyMatrices, OneMatrix, NoMatrices, OneSmallMatrix)
+    },
 }
 # What a scheduler makes of the learning rates of the groups of matrices and of others.
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": [0.04, 0.01], "warmup_num_steps": 8}}

@@ -59,7 +59,12 @@ ALSO_WARNED["compile.activation_memory_budget"] = (
 )
 # tests/features/shard_parameters/test_shard_frozen.py
 ALSO_WARNED["compile.shard_parameters"] = (
-    "compile.shard_parameters=True has no effect, because no block has frozen parameters of its own"
+    "compile.shard_parameters has no effect, because no block has such parameters of its own"
+)
+# tests/features/update/test_muon.py, on three ranks
+ALSO_WARNED["optimizer"] = (
+    "each of Muon's 1 matrices takes the time and the momentum's memory of 3.0 ranks on average, because partitions "
+    "are smaller than matrices; use fewer ranks, or AdamW, if that is too much"
 )
 ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 

@@ -124,8 +124,32 @@ class CallsForwardsInEvaluation(CallsForwards):
         self.body.in_training = False
 
 
+class HeadInFront(Around):
+    """Compiled code reads the head before the blocks too."""
+
+    def forward(self, ids):
+        penalty = self.head.weight.square().mean()
+        return super().forward(ids) + penalty
+
+
+class TwoBodies(Around):
+    """Compiled code between two bodies reads a layer that is registered behind both."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        del self.head
+        self.second = Body(width)
+        self.bridge = nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids):
+        gate = self.bridge(self.body(ids)).sigmoid()
+        logits = self.head(gate * self.second(ids)) + self.shift
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
 CASES = (
-    *(Around, EagerAround, TiedAround, ReadsBefore, WritesInForward),
+    *(Around, EagerAround, TiedAround, ReadsBefore, HeadInFront, TwoBodies, WritesInForward),
     *(Hooked, CallsForwards, CallsForwardsInEvaluation),
 )
 MODELS = {**{model.__name__: model for model in CASES}, "Owner": Model}

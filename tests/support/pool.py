@@ -293,4 +293,6 @@ def _serve(connection, settings, patience):
             modules = len(sys.modules)
         # ZeRO-3 replaces it for the life of a process, and torch 2.11 compiles the replacement wrongly.
         torch.nn.functional.linear = linear
+        # DeepSpeed keeps an engine's mpu for engines that are given none, and these would count its ranks of a model.
+        deepspeed.utils.groups.mpu = None
         connection.send((*answer, spent))

@@ -10,6 +10,7 @@ first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DE
 """
 
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any, List
 
@@ -60,15 +61,35 @@ class DeepCompileBuilder(OpBuilder):
 
     def is_built(self) -> bool:
         """Whether the native module need not be compiled: it was at installation, or at an earlier use."""
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.git_version_info import accelerator_name, installed_ops
-
-        if installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name:
-            return True
+        if installed := self._torch_of_installed():
+            # DeepSpeed loads what was installed with this torch, and builds no other.
+            return installed == self._torch()
         try:
             return bool(build_folder.name_of_built(build_folder.folder_of(**self._build())))
         except (OSError, ImportError):
             return False
+
+    def _torch_of_installed(self):
+        """Returns the release of torch for which the installation built the module, or "" if it built none."""
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.git_version_info import accelerator_name, installed_ops, torch_info
+
+        installed = installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name
+        return torch_info["version"] if installed else ""
+
+    def _torch(self):
+        # The base's setup.py imports this file where there may be no torch.
+        import torch
+
+        return ".".join(torch.__version__.split(".")[:2])
+
+    def _unwritable(self):
+        """Returns why the build's folder cannot be written, or "" if it can."""
+        try:
+            with tempfile.TemporaryDirectory(dir=build_folder.folder_of(**self._build())):
+                return ""
+        except OSError as error:
+            return str(error)
 
     def lacking(self) -> str:
         """Returns the missing requirements of the build, and how to install them; "" if the module is built."""
@@ -76,11 +97,16 @@ class DeepCompileBuilder(OpBuilder):
 
         if self.is_built():
             return ""
+        if installed := self._torch_of_installed():
+            return f"an installation with torch {self._torch()}: it has native code for torch {installed}"
         # Torch looks there too, whatever the default scheme of paths is.
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
-        no_compiler = build_folder.without_compiler()
+        no_compiler, unwritable = build_folder.without_compiler(), self._unwritable()
         needs = {
             no_compiler: not no_compiler,
+            f"a folder for native code that it can write ({unwritable}; name one in TORCH_EXTENSIONS_DIR)": (
+                not unwritable
+            ),
             "ninja (`pip install ninja`, and the environment's bin in PATH)": cpp_extension.is_ninja_available(),
             f"Python's headers (there is no {header}; `apt-get install python3-dev`)": header.is_file(),
         }

@@ -17,7 +17,7 @@ from deepspeed.compile.features.blocks.block_calls import ModuleCall, take_over_
 from deepspeed.compile.features.blocks.choose_blocks import choose_blocks, find_blocks
 from deepspeed.compile.features.blocks.compilation_limit import CompilationLimit
 from deepspeed.compile.features.blocks.compile_blocks import compile_blocks, refuse_blocks_of_others
-from deepspeed.compile.features.blocks.feature import chosen_blocks
+from deepspeed.compile.features.blocks.feature import Blocks, chosen_blocks
 from deepspeed.compile.zero_1_and_2.feature import Request
 
 from support.ids import vary
@@ -339,12 +339,30 @@ def test_more_that_is_compiled_as_a_whole():
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
 
 
+def requested(compile_kwargs, **options):
+    engine = types.SimpleNamespace(module=BlocksWithin())
+    engine._config = types.SimpleNamespace(compile_config=CompileConfig(deepcompile=True, **options))
+    return Request(engine, "eager", compile_kwargs)
+
+
+@pytest.mark.quick
+def test_options_for_blocks_with_fullgraph():
+    """The refusal would advise to name blocks, which ``fullgraph`` contradicts in turn."""
+    (said,) = Blocks.refusals(requested({"fullgraph": True}, overlap_param_gather=True))
+    assert said == (
+        "compile.overlap_param_gather works on blocks, and the model is compiled as a whole, because "
+        "compile_kwargs['fullgraph'] asks for one graph; leave one of them out"
+    )
+    # As is advised.
+    assert not [*Blocks.refusals(requested({}, overlap_param_gather=True))]
+    assert not [*Blocks.refusals(requested({"fullgraph": True}))]
+
+
 @pytest.mark.quick
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
-    engine = types.SimpleNamespace(module=BlocksWithin())
-    engine._config = types.SimpleNamespace(compile_config=CompileConfig(deepcompile=True))
-    request = Request(engine, "eager", {})
+    request = requested({})
+    engine = request.engine
     blocks, _ = chosen_blocks(request)
     engine.module.body.blocks = ModuleList([Block(8)])
     assert blocks and chosen_blocks(request)[0] is blocks and not chosen_blocks(Request(engine, "eager", {}))[0]

@@ -54,7 +54,7 @@ def layers_that_differ(limit, alike=False):
 
 # Six graphs of two layers are made where torch would stop at three. Layers that are alike need one.
 @pytest.mark.options("compile.regional_compilation")
-@pytest.mark.follows("raise torch._dynamo.config.recompile_limit before engine.compile()")
+@pytest.mark.follows("raise {} before engine.compile()")
 @vary("limit, alike", [(3, False), (1, True)])
 def test_layers_are_compiled_as_often_as_they_differ(ranks, limit, alike):
     """Graphs of all layers would count against a limit that torch means for one, or each layer be compiled anew."""
@@ -70,6 +70,22 @@ def test_layers_that_are_too_different(ranks):
     )
     assert ".name == 'layer " in raised
     assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in raised
+
+
+@pytest.mark.options("compile.regional_compilation")
+@on_ranks(1)
+def test_frozen_layers_that_differ():
+    """Compilations of frozen layers would use up torch's own limit, and layers that train would run uncompiled."""
+    model = NamedBlocks(depth=5)
+    for block in model.blocks[:3]:
+        block.requires_grad_(False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        pair = Beside(model, Case(config=REGIONAL))
+        for step in range(2):
+            pair.step(batch(step, 0, dist.get_rank(), 4))
+    (result,) = check([pair.end()])
+    # Six gradients of each of two layers.
+    assert min(result.from_graphs) >= 12, result.from_graphs
 
 
 @on_ranks(1)

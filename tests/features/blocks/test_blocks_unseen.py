@@ -233,6 +233,18 @@ def test_a_forward_that_is_replaced(ranks, block, change, compiled):
     assert result.from_graphs == compiled
 
 
+def hook_each(step, model):
+    """Gives each block a hook, which knows its block by a default argument."""
+    for index, block in enumerate(model.body.blocks if step == 0 else ()):
+        block.up.register_forward_hook(lambda module, inputs, output, scale=1.0 + index: output * scale)
+
+
+def test_hooks_that_differ_by_a_default(ranks):
+    """With torch 2.11 the hook of the first block would run in all of them."""
+    (result,) = check(ranks(1).run(train, Block, before_step=hook_each))
+    assert result.from_graphs == [19] * 4
+
+
 @on_ranks(1)
 def test_no_class_is_made():
     """A class of ours would appear in the registry that a base class keeps of its subclasses."""

@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import re
 from typing import List
 from unittest import mock
@@ -113,6 +114,20 @@ def test_limit_is_reached(stage, world, rank, backend, what, regional):
     check_given_up(train(static(regional, stage=stage, backend=backend), what, rank, limit=1))
 
 
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters, reason="this torch has no such argument"
+)
+@vary("limit", [1, 3])
+@on_ranks(1)
+def test_the_limit_of_an_argument(limit):
+    """The warning would name torch's own limit, which has no effect beside the argument."""
+    case = dataclasses.replace(static(True), compile_kwargs={"dynamic": False, "recompile_limit": limit})
+    (result,) = check([trained(Branching, case, 3, take_another_branch)])
+    advised = [text.partition("To have it compiled as often as that, ")[2] for text in result.given_up]
+    # The second limit is as advised.
+    assert advised == ["raise compile_kwargs['recompile_limit'] before engine.compile()"][: limit == 1]
+
+
 class Cut(Branching):
     """The graph of each block ends early, too."""
 
@@ -180,15 +195,23 @@ class Logging(Model):
         self.logged = {name: value.detach() * len(name)}
 
 
+@vary("lifted", [False, True])
 @on_ranks(1)
-def test_frames_without_parameters_do_not_count():
-    """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
+def test_frames_without_parameters_do_not_count(lifted):
+    """A frame that logs, and is compiled in each step, would end the compiling of those that train.
+
+    Or it would be compiled for ever, where those that train need more compilations than torch allows by itself.
+    """
 
     def change(model, step):
         model.step = str(step) * (step + 1)
 
-    (result,) = check([trained(Logging, static(False), 12, change)])
+    with mock.patch.object(compilation_limit.CompilationLimit, "_near_dynamo_limit", lifted):
+        (result,) = check([trained(Logging, static(False), 12, change)])
     assert not result.given_up and result.from_graphs[-1] > 0, result
+    compilations = sorted(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+    # Torch counts a frame once more before it stops. Where the limit is lifted, a frame without a graph has none.
+    assert compilations[-2 if lifted else -1] <= torch._dynamo.config.recompile_limit + 1, compilations
     assert not [warning for warning in result.warnings if "has compiled one frame" in warning], result
 
 

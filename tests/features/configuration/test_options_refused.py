@@ -84,7 +84,7 @@ REFUSED = {
     ),
     "autotuning": Refusal(
         "autotuning.enabled=true is not supported, because compiled code does not call the functions that the flops "
-        "profiler counts for it; set it to false or tune without engine.compile()",
+        "profiler counts for it; set it to false, or set compile.deepcompile to false",
         config={"autotuning": {"enabled": True, "start_profile_step": 100}},
         instead=({"autotuning": {"enabled": False, "start_profile_step": 100}},),
     ),
@@ -157,6 +157,18 @@ ALSO_REFUSED = {
         "compile_kwargs['options'] holds 'epilog_fusion', which is not an option of this torch; remove it",
         {"options": {"epilog_fusion": False}},
         instead=({"options": {}},),
+    ),
+    "option-with-dashes": of_compile_kwargs(
+        "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
+        "reductions; remove it",
+        {"options": {"custom-partitioner-fn": len}},
+        instead=({"options": {"epilogue-fusion": False}},),
+    ),
+    "option-of-another-type": of_compile_kwargs(
+        "compile_kwargs['options'] holds 'max-autotune' with the value 'yes', which is not of type bool; give it such "
+        "a value, or remove it",
+        {"options": {"max-autotune": "yes"}},
+        instead=({"options": {"max-autotune": False}}, {"options": {}}),
     ),
     "unknown-compile-kwarg": of_compile_kwargs(
         "compile_kwargs['full_graph'] is not an argument of this torch's torch.compile(); remove it",
@@ -238,7 +250,7 @@ def test_training_after_a_refusal(ranks, name):
     "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'",
     "generation swaps the modules that were compiled; set it to false",
     "set random_ltd.enabled to false",
-    "set it to false or tune without engine.compile()",
+    "profiler counts for it; set it to false, or set compile.deepcompile to false",
     "is not a number of compilations; set it to 1 or more",
     "is neither true nor false; set it to one of them, or to None",
     "but torch.compile takes one of them; remove either",
@@ -247,6 +259,7 @@ def test_training_after_a_refusal(ranks, name):
     "is not an argument of this torch's torch.compile(); remove it",
     "go with backend 'inductor', not 'eager'; remove them",
     "which is not an option of this torch; remove it",
+    "which is not of type {}; give it such a value, or remove it",
     "use mode 'max-autotune-no-cudagraphs' or none",
     "drops the notes that say which gradient is whose; remove it",
     "DeepCompile's partitioner inserts the reductions; remove it",

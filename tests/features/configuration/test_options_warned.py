@@ -4,13 +4,18 @@
 
 import dataclasses
 import inspect
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.compile import init_z1_and_2, init_z3
+from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.config import get_zero_config
 
 from support.beside import Beside, check, warnings_logged
 from support.ids import vary
@@ -55,7 +60,7 @@ WARNED = {
     "gradient_predivide_factor": "gradient_predivide_factor=2.0 has no effect, because gradients are divided by the "
     "number of ranks before they are summed",
     "flops_profiler": "flops_profiler.enabled=true has no effect, because compiled code does not call the functions "
-    "that the flops profiler counts; profile without engine.compile()",
+    "that the flops profiler counts; profile with compile.deepcompile set to false",
     "comms_logger": "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves "
     "out; use torch.profiler for those",
     "compile_kwargs.name": "compile_kwargs['name'] has no effect, because only torch's own backend uses it",
@@ -94,7 +99,7 @@ def test_warned(ranks, stage):
         assert sorted(result.warnings) == sorted((str(stage), says) for says in expected.values() if rank == 0)
 
 
-@pytest.mark.follows("profile without engine.compile()")
+@pytest.mark.follows("profile with compile.deepcompile set to false")
 def test_a_profile_without_compiling(ranks):
     """The profiler would count nothing without DeepCompile either, as the warning of it advises."""
     case = Case(
@@ -110,6 +115,35 @@ def test_warned_in_another_word(ranks):
     (result,) = ranks(1).run(train_and_collect_warnings, case)
     assert result.trained.error < BOUND
     assert result.warnings == [("1", ALSO_WARNED["zero_optimization.cpu_offload_param"])]
+
+
+BOTH = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.quick
+@vary(
+    "stage, section, offloads",
+    [
+        (1, True, False),
+        (2, BOTH, False),
+        (2, {**BOTH, "offload_param": None}, False),
+        (3, {**BOTH, "offload_param": None}, False),
+        (3, {**BOTH, "offload_optimizer": None}, False),
+        (3, BOTH, True),
+    ],
+    expects="offloads",
+)
+def test_offloads_of_both(monkeypatch, stage, section, offloads):
+    """An offload of None would raise, or stages 1 and 2 warn of an option that DeepSpeed itself has set."""
+    monkeypatch.setattr(init_z1_and_2, "init_z1_and_2", lambda *_, **__: None)
+    monkeypatch.setattr(init_z3, "init_z3", lambda *_, **__: None)
+    config = {"zero_optimization": {**section, "stage": stage} if isinstance(section, dict) else section}
+    settings = types.SimpleNamespace(zero_config=get_zero_config(config), compile_config=CompileConfig())
+    # A path, in place of a dict.
+    for given in (config, "runs/zero_optimization.json"):
+        engine = types.SimpleNamespace(config=given, _config=settings, zero_optimization_stage=lambda: stage)
+        DeepSpeedEngine.get_deepcompile_backend(engine, "eager", {}, None)
+        assert settings.compile_config.offload_parameters is offloads
 
 
 @pytest.mark.follows("use torch.profiler for those")

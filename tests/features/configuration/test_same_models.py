@@ -3,6 +3,7 @@
 """Models that differ by rank are refused by name before anything is sent."""
 
 import functools
+from unittest import mock
 
 import pytest
 import torch
@@ -156,6 +157,10 @@ def test_configurations_that_differ():
     said = outcome(make_engine, Model().to(device()), Case(config={"compile": picture}))
     assert "value of compile.memory_picture is False on rank 0 and True on rank 1" in said
     assert "make the same configurations on every rank" in said
+    # A host may not have been updated.
+    with mock.patch("deepspeed.__version__", f"0.19.8+zerograd.1.g{dist.get_rank()}"):
+        said = outcome(make_engine, Model().to(device()), Case())
+    assert "version of the installed deepspeed is 0.19.8+zerograd.1.g0 on rank 0 and 0.19.8+zerograd.1.g1 on" in said
     # What no message depends on may differ.
     config = {"compile": {"debug_log": dist.get_rank() == 0}}
     make_engine(Model().to(device()), Case(config=config)).destroy()

@@ -146,6 +146,58 @@ def test_a_loss_that_does_not_fit_stays_in_one_piece():
     assert result.chunked == 0 and result.outcome.error < BOUND
 
 
+class WithoutLoss(BlocksWithin):
+    """Its caller computes the loss."""
+
+    def forward(self, ids):
+        return self.head(self.body(ids))
+
+
+class UncompiledLoss(BlocksWithin):
+    """Only its blocks are compiled."""
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, ids):
+        return cross_entropy(self.head(self.body(ids)).flatten(0, 1), ids.flatten())
+
+
+LOSS_NOT_SEEN = (
+    "because no compiled graph outside of blocks calls torch.nn.functional.cross_entropy; call it in the model's "
+    "forward, in code that is compiled, or leave the option out"
+)
+SWITCHED_OFF = "because torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+
+
+@pytest.mark.follows("call it in the model's forward, in code that is compiled, or leave the option out")
+@vary(
+    "model, chunked_loss, compile_kwargs, why",
+    [
+        (WithoutLoss, True, {}, LOSS_NOT_SEEN),
+        (UncompiledLoss, True, {}, LOSS_NOT_SEEN),
+        (BlocksWithin, True, {"disable": True}, SWITCHED_OFF),
+        # As is advised.
+        (BlocksWithin, True, {}, None),
+        (WithoutLoss, None, {}, None),
+    ],
+    expects="why",
+)
+@on_ranks(1)
+def test_a_loss_that_no_graph_holds(model, chunked_loss, compile_kwargs, why):
+    """The option would do nothing, and nobody be told."""
+    config = {"compile": {"chunked_loss": chunked_loss}}
+    with warnings_logged() as warnings:
+        engine = make_engine(model().to(device()), Case(config=config, compile_kwargs=compile_kwargs))
+        for step in range(2):
+            ids = batch(step, 0, 0, 4)
+            outputs = engine(ids)
+            loss = cross_entropy(outputs.flatten(0, 1), ids.flatten()) if outputs.dim() else outputs
+            engine.backward(loss)
+            engine.step()
+    engine.destroy()
+    texts = [text for text in warnings if "chunked_loss" in text]
+    assert len(texts) == (why is not None) and all(text.endswith(why) for text in texts), texts
+
+
 @pytest.mark.options("compile.chunked_loss")
 @vary("evaluates", [False], slow=[True])
 @on_ranks(2)

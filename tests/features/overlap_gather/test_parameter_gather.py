@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 
+from deepspeed.compile.features.overlap_gather.feature import units_in_order
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.hooks import Hook
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -20,7 +21,7 @@ from support.ids import vary
 from support.lifetime import take_steps
 from support.models import WITH_BLOCKS, Block, BlocksWithin
 from support.on_ranks import on_ranks
-from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
+from support.parameter_gather import DELAY, MODELS, Around, EagerAround, TwoBodies, one_rank_late
 from support.training import (
     BOUND,
     OVERLAPPED,
@@ -224,12 +225,66 @@ def test_each_block_waits_for_its_own():
         for hook in (*submodule._forward_pre_hooks.values(), *submodule._state_dict_pre_hooks.values())
     ]
     engine.destroy()
-    # 0: what no block holds; 1 to 3: the blocks.
-    assert after_step == [0, 1, 2, 3]
+    # 0: what no block holds; 1 to 3: the blocks; 4: the head.
+    assert after_step == [0, 1, 2, 3, 4]
     # When each block began, and when the forward was done.
-    assert pending == [[2, 3], [3], [], []]
+    assert pending == [[2, 3, 4], [3, 4], [4], []]
     assert not any(isinstance(hook, Hook) for hook in hooks), "a read waits by itself"
     assert compilations == 0, "guards have met a parameter on its way"
+
+
+@vary("model", ["Around", "HeadInFront", "TwoBodies"])
+@on_ranks(2)
+def test_code_around_blocks_is_compiled_once(model):
+    """Its guards would find a parameter that waits for other code, and the compiler would trace it with its class."""
+    _, engine, _, _ = make(Case(config=OVERLAPPED), model)
+    compilations = []
+    with one_rank_late(DELAY):
+        for step in range(3):
+            take_steps(engine, first=step)
+            compilations.append(sum(FRAME_COMPILE_COUNTER.values()))
+    engine.destroy()
+    assert len(set(compilations)) == 1
+
+
+def last_unit(change, caller=lambda module: module):
+    """Names of the parameters that are sent behind the blocks of a changed model."""
+    module = Around()
+    change(module)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    model = caller(module)
+    first, *units = units_in_order(list(model.parameters()), model, list(module.body.blocks))
+    assert sum(map(len, [first, *units])) == len(list(model.parameters()))
+    return {names[id(parameter)] for unit in units[len(module.body.blocks) :] for parameter in unit}
+
+
+def put_in_front(module):
+    module.front = torch.nn.Linear(2, 2)
+    for name in ("body", "head"):
+        module._modules[name] = module._modules.pop(name)
+
+
+def share_with_a_block(module):
+    module.head.weight = module.body.blocks[0].up.weight
+
+
+def embed_behind(module):
+    module.types = torch.nn.Embedding(2, 2)
+
+
+@pytest.mark.quick
+def test_what_a_forward_reads_last():
+    """What a forward reads before the blocks would be sent behind them, so the forward would wait for everything."""
+    assert last_unit(lambda module: None) == {"head.weight"}
+    assert last_unit(put_in_front) == {"head.weight"}
+    assert last_unit(embed_behind) == {"head.weight"}
+    assert last_unit(share_with_a_block) == set()
+    assert last_unit(lambda module: setattr(module.head, "weight", module.body.embedding.weight)) == set()
+    assert last_unit(lambda module: None, lambda module: module.body) == set()
+    two = TwoBodies()
+    blocks = [*two.body.blocks, *two.second.blocks]
+    units = units_in_order(list(two.parameters()), two, blocks)
+    assert len(units) == 1 + len(blocks), "the bridge is read between the bodies"
 
 
 @vary("section", [{"overlap_param_gather": True}, {"shard_parameters": "frozen"}, {"shard_parameters": "all"}])

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.shard_parameters import feature, from_host
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from support.checkpoints import in_base_order
 from support.frozen import MODELS, Body, Tied, freeze
@@ -25,7 +26,7 @@ from support.models import VOCABULARY, Block, Stack
 from support.on_ranks import on_ranks
 from support.options import outcome
 from support.sharded import SHARDED, end, parameters_at_rest, same, section
-from support.training import Case, batch, compile_backend, device, make_engine, make_optimizer
+from support.training import Case, batch, compile_backend, device, engine_by_configuration, make_engine, make_optimizer
 
 SLOW = pytest.mark.slow
 
@@ -259,3 +260,16 @@ def test_the_peak_of_the_set_up():
     end(engine)
     most = 6 * partition + outside + 2 * block
     assert 0.9 * most < peak <= most
+
+
+class ReplacedOptimizer(DeepSpeedZeroOptimizer):
+    """What a program puts in the place of DeepSpeed's."""
+
+
+@on_ranks(1)
+def test_a_program_replaces_the_optimizer():
+    """The engine would make DeepSpeed's own, although it shards no parameters."""
+    with mock.patch("deepspeed.runtime.engine.DeepSpeedZeroOptimizer", ReplacedOptimizer):
+        engine = engine_by_configuration(nn.Linear(2, 2), deepcompile=False)
+    assert isinstance(engine.optimizer, ReplacedOptimizer)
+    engine.destroy()

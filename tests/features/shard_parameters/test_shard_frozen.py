@@ -666,14 +666,22 @@ def test_a_forward_without_a_backward():
     assert memory.expired()
 
 
-@on_ranks(2)
-def test_without_frozen_parameters():
-    """Who has nothing frozen would believe that the option saves memory."""
+@vary(
+    "world, why",
+    [
+        (2, "no block has such parameters of its own"),
+        (1, "a single rank has no other to share parameters with"),
+    ],
+    expects="why",
+)
+@on_ranks("world")
+def test_without_frozen_parameters(world, why):
+    """Who has nothing frozen, or one rank, would believe that the option saves memory, or look at the blocks."""
     lines = []
     with mock.patch.object(feature, "warn", lines.append):
         engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
     engine.destroy()
-    assert any("compile.shard_parameters has no effect" in line for line in lines)
+    assert f"compile.shard_parameters has no effect, because {why}" in lines
 
 
 @on_ranks(2)
@@ -697,3 +705,45 @@ def test_a_refusal_leaves_parameters_whole():
     engine.destroy()
     assert "8-bit optimizer states were loaded of the form" in said
     assert unchanged and lines == [] and at_rest == 24
+
+
+class SwitchedBlock(AdaptedBlock):
+    """Has a second adapter, frozen, for reference logits."""
+
+    asks_reference = False
+
+    def __init__(self):
+        super().__init__()
+        self.reference = torch.nn.Linear(self.up.in_features, self.up.out_features, bias=False).requires_grad_(False)
+
+    def forward(self, x):
+        if not self.asks_reference:
+            return super().forward(x)
+        x = self.norm(x)
+        return x + self.down(F.gelu(self.up(x) + self.reference(x)))
+
+
+def losses_beside_reference(config):
+    """Takes the reference as peft's ``set_adapter()`` does: it asks for gradients of the adapter in use."""
+    module, engine = engine_of(model_of(of_block=SwitchedBlock), config, "adapters")
+
+    def ask(blocks, asks):
+        for block in blocks:
+            block.asks_reference = asks
+            block.reference.weight.requires_grad_(asks)
+
+    def forward(step, micro_step):
+        ids = batch(step, micro_step, dist.get_rank(), 4)
+        with torch.no_grad():
+            ask(module.body.blocks, True)
+            reference = engine(ids)
+            ask(module.body.blocks, False)
+        return engine(ids) * (1 + reference)
+
+    return [*losses_of(engine, forward=forward), *end(engine, module)]
+
+
+@on_ranks(2)
+def test_a_reference_by_another_adapter():
+    """TRL's DPO and GRPO that start from an adapter would be refused in their first step."""
+    assert same(losses_beside_reference(SHARDED), losses_beside_reference(WHOLE))

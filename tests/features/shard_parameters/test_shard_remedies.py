@@ -22,7 +22,7 @@ from support.frozen import MODELS, trained_on
 from support.ids import vary
 from support.on_ranks import on_ranks
 from support.options import outcome
-from support.sharded import end, engine_of, section
+from support.sharded import end, engine_of, losses_of, section
 from support.training import Case, batch, device, make_engine
 
 
@@ -116,6 +116,10 @@ def trained_too_late(folder):
     module, engine = make("frozen")
     weight = module.body.blocks[0].up.weight
     said = [outcome(weight.requires_grad_), outcome(setattr, weight, "requires_grad", True)]
+    with torch.no_grad():
+        weight.requires_grad_()
+    said.append(outcome(losses_of, engine, 1))
+    weight.requires_grad_(False)
     end(engine)
     before = weight.requires_grad_().detach().clone()
     works = trains(another_engine(module, "frozen"), module)

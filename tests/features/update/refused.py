@@ -44,6 +44,12 @@ ALSO_REFUSED = {
         optimizer=functools.partial(torch.optim.AdamW, amsgrad=True),
         **STATES,
     ),
+    "betas": Refusal(
+        "compile.store_param_remainders loses squares of falling gradients where betas[1] is below 0.5; raise it, or "
+        "leave compile.store_param_remainders out",
+        optimizer=functools.partial(torch.optim.AdamW, betas=(0.9, 0.25)),
+        **REMAINDERS,
+    ),
     "subclass": Refusal(
         "compile.store_param_remainders is for Adam and AdamW of torch and DeepSpeed, not for SubclassOfAdamW; use "
         "one of these, or leave compile.store_param_remainders out",

@@ -17,7 +17,7 @@ from support.beside import logged
 from support.ids import vary
 from support.muon import Training, check, products_in_fp32, seen, start, train, train_beside
 from support.on_ranks import on_ranks
-from support.options import compiled_outcome, outcome
+from support.options import ALSO_WARNED, compiled_outcome, outcome
 from support.training import BOUND, as_traced, device, forget_autocast, relative_error
 
 pytestmark = pytest.mark.options("optimizer")
@@ -162,7 +162,7 @@ def raised(module, optimizer=None, **config):
     """Returns what making an engine or compiling it raises. Muon of the configuration, if no optimizer is given."""
     zero = {"stage": 1, **config.pop("zero_optimization", {})}
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
-    config |= {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True}
+    config = {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True, **config}
     if optimizer is None:
         config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
     forget_autocast()
@@ -174,7 +174,7 @@ REFUSED = "ValueError: DeepCompile with ZeRO stage 1"
 
 
 @pytest.mark.follows(
-    "is not supported with Muon, whose updates are computed on the device; leave it out",
+    "with Muon, whose updates are computed on the device; leave it out, or set compile.deepcompile to false",
     "which has whole matrices, at the wrong places; set it to false",
     "by the scale; set torch_autocast.dtype to bfloat16",
     "has use_muon, and its {} is not a matrix; set it to false",
@@ -216,24 +216,23 @@ def test_refused_with_muon():
     assert raised(module, MuonWithAuxAdam(groups)) is None
     assert raised(*of_all(with_heads)) is None
     assert raised(linear()) is None
+    offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+    assert raised(linear(), **offloaded, compile={"deepcompile": False}) is None
     assert raised(linear(), zero_optimization={"elastic_checkpoint": False}) is None
     assert raised(linear(), torch_autocast={"enabled": True, "dtype": "bfloat16"}) is None
 
 
-def one_matrix(adamw=False):
-    module = nn.Linear(4, 4, bias=False).to(device())
-    return raised(module, torch.optim.AdamW(module.parameters()) if adamw else None)
-
-
-@pytest.mark.follows("because partitions are smaller than matrices; use fewer ranks, or AdamW")
-@pytest.mark.slow
-def test_partitions_smaller_than_matrices_are_refused(ranks):
-    for said in ranks(3).run(one_matrix):
-        assert said and said.startswith(REFUSED)
-        assert "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average" in said
-    # As is advised.
-    assert ranks(2).run(one_matrix) == [None, None]
-    assert ranks(3).run(one_matrix, adamw=True) == [None, None, None]
+@pytest.mark.follows("because partitions are smaller than matrices; use fewer ranks, or AdamW, if that is too much")
+@vary("world, stage, warned", [(2, 1, False)], slow=[(3, 1, True), (3, 2, True)], expects="warned")
+@on_ranks("world")
+def test_partitions_smaller_than_matrices(world, stage, warned):
+    """Ranks that each compute the update of one matrix would differ, or nobody be told what that costs."""
+    with logged(logging.WARNING) as texts:
+        (result,) = check([train_beside(Training(model="OneMatrix", stage=stage))])
+    assert result.owners == [world]
+    texts = [text for text in texts if "of Muon's" in text]
+    assert len(texts) == (warned and dist.get_rank() == 0)
+    assert not texts or texts[0].endswith(ALSO_WARNED["optimizer"])
 
 
 @pytest.mark.follows("because its checkpoint is of other partitions; load one of as many ranks")

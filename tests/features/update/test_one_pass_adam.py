@@ -317,6 +317,8 @@ def test_what_is_not_stepped_in_one_pass():
         assert not in_one_pass(torch.optim.SGD([parameter], lr=0.1, momentum=0.9))
         betas = torch.tensor(0.9), torch.tensor(0.99)
         assert in_one_pass(torch.optim.AdamW([parameter], lr=torch.tensor(0.1), betas=betas, foreach=False))
+        # It would lose the square of a gradient that is much smaller than the last one.
+        assert not in_one_pass(torch.optim.AdamW([parameter], betas=(0.9, 0.0)))
         # With a setting of which the pass knows nothing, and a state that is lacking, or of another format.
         optimizer = torch.optim.AdamW([parameter])
         assert in_one_pass(optimizer)

@@ -670,6 +670,9 @@ def test_saved_and_loaded_in_other_places(tmp_path):
     assert "call engine.reload_states() to set" in said
     engine.reload_states()
     assert same(masters(engine), expected)
+    # As the message advises.
+    engine.load_checkpoint(folder, tag="offloaded")
+    assert same(masters(engine), expected)
     for kind in OffloadStateTypeEnum:
         engine.offload_states(include=[kind])
         engine.reload_states()

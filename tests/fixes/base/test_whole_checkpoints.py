@@ -3,6 +3,7 @@
 """Saves that end half way: the checkpoint before them is whole, and is found; files that are not whole are named."""
 
 import contextlib
+import errno
 import functools
 import io
 import os
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.fixes.base import whole_checkpoints
+from deepspeed.compile.fixes.base import checkpoint_files, whole_checkpoints
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
@@ -25,8 +26,9 @@ from support.ends import in_processes_of_their_own, not_ended_by_nccl
 from support.ids import vary
 from support.on_ranks import gathered, on_ranks
 from support.options import outcome
+from support.training import Case, device, make_engine
 
-SAVE, REPLACE = torch.save, os.replace
+SAVE, REPLACE, COPY = torch.save, os.replace, shutil.copyfile
 # The rank that writes a file, and a part of the file's name.
 WEIGHTS, FIRST, SECOND = (0, "model_states"), (0, "zero_pp_rank_0"), (1, "zero_pp_rank_1")
 
@@ -44,6 +46,13 @@ def interrupted_in(part, end):
         end()
 
     return save
+
+
+@contextlib.contextmanager
+def saving_by(function):
+    """Context in which ``function`` is torch's own ``torch.save()``."""
+    with mock.patch("torch.save", function), mock.patch("torch.serialization.save", function):
+        yield
 
 
 def kill():
@@ -77,7 +86,7 @@ def killed_in_a_save(run, folder, tags, rank, part):
     engine = train_and_save(run, folder, tags[0])
     train(engine, run, [2, 3])
     if dist.get_rank() == rank:
-        torch.save = interrupted_in(part, kill)
+        torch.save = torch.serialization.save = interrupted_in(part, kill)
     with mock.patch.object(whole_checkpoints.logger, "error") as error:
         return outcome(engine.save_checkpoint, folder, tag=tags[1]), error.call_args[0][0]
 
@@ -124,7 +133,7 @@ def test_a_rank_that_cannot_write(tmp_path, rank, part):
     """The others would wait for a rank whose disk is full, or take its checkpoint for whole."""
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)
     engine = train_and_save(run, folder, "one")
-    with mock.patch("torch.save", interrupted_in(part, fill_disk)):
+    with saving_by(interrupted_in(part, fill_disk)):
         said = outcome(engine.save_checkpoint, folder, tag="two")
     ours = "OSError: [Errno 28] No space left on device"
     other = f"rank {rank} could not write its files of the checkpoint two, so no rank goes on. It says: {ours}"
@@ -277,19 +286,135 @@ def test_a_file_that_is_not_whole(tmp_path, rank, part, damage):
     assert resumed(run, folder, "whole") == []
 
 
-@pytest.mark.follows("; load an earlier checkpoint in ")
+@pytest.mark.follows("load a checkpoint before going on")
+@vary("trained", [False, True])
+@on_ranks(2)
+def test_a_load_that_ends_half_way(tmp_path, trained):
+    """A program that goes on without the checkpoint would train its weights by the optimizer of before."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "whole")
+    engine.save_checkpoint(folder, tag="other", save_latest=False)
+    if not trained:
+        engine.destroy()
+        engine = start(run, seed=1)[1]
+    if dist.get_rank() == 0:
+        missing(*(tmp_path / "other").glob(f"*{SECOND[1]}*"))
+    dist.barrier()
+    said = outcome(engine.load_checkpoint, folder, tag="other")
+    assert " is missing" in said
+    refused = f"RuntimeError: the last load of a checkpoint ended half way ({said}), so that the weights are not"
+    assert outcome(train, engine, run, [2]).startswith(refused)
+    assert outcome(engine.save_checkpoint, folder, tag="third").startswith(refused)
+    # A folder without checkpoints loads nothing.
+    assert engine.load_checkpoint(str(tmp_path / "empty")) == (None, None)
+    assert outcome(train, engine, run, [2]).startswith(refused)
+    # As the message advises.
+    if trained:
+        engine.load_checkpoint(folder)
+        assert differing(state(engine), torch.load(known(folder))) == []
+    else:
+        module = engine.module
+        engine.destroy()
+        engine = make_engine(module, run)
+    train(engine, run, [2])
+    engine.save_checkpoint(folder, tag="third")
+    engine.destroy()
+
+
+@pytest.mark.follows("; load another checkpoint in ")
+@vary("gone", [False, True])
 @on_ranks(1)
-def test_a_file_that_is_not_whole_of_the_latest(tmp_path):
-    """Whoever has a checkpoint that DeepSpeed named too early would not be told of the earlier one."""
+def test_a_file_that_is_not_whole_of_the_latest(tmp_path, gone):
+    """Whoever has a checkpoint that DeepSpeed named too early would not be told of the earlier one.
+
+    Or whoever has removed the folder that ``latest`` names would be sent there.
+    """
     run, folder = Run("FillsPartition", stage=1), str(tmp_path)
     engine = train_and_save(run, folder, "whole")
     engine.save_checkpoint(folder, tag="other")
     engine.destroy()
     cut_off(tmp_path / "other" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert resumed(run, folder).endswith(
-        f"; load an earlier checkpoint in {folder}, such as the one with the tag 'whole'"
+    if gone:
+        (tmp_path / "latest").write_text("removed")
+    assert resumed(run, folder, "other").endswith(
+        f"; load another checkpoint in {folder}, such as the one with the tag 'whole'"
     )
     assert resumed(run, folder, "whole") == []
+
+
+@on_ranks(2)
+def test_a_save_in_place_that_fails(tmp_path):
+    """The log would call a checkpoint whole of which a part was overwritten."""
+    run, folder = Run("FillsPartition", stage=1), str(tmp_path)
+    engine = train_and_save(run, folder, "one")
+    error = mock.patch.object(whole_checkpoints.logger, "error")
+    with error as log, mock.patch("torch.save", interrupted_in("model_states", fill_disk)):
+        outcome(engine.save_checkpoint, folder, tag="one")
+    # The second rank writes no weights.
+    assert log.call_args[0][0].endswith("was not saved; a part of it may be of the earlier one with this tag")
+    engine.destroy()
+
+
+class Uploads(TorchCheckpointEngine):
+    """A checkpoint engine of a program's own. DeepSpeed's ``commit()`` does nothing, so this one does not call it."""
+
+    def commit(self, info):
+        self.found = sorted(name for *_, names in os.walk(info.save_dir) for name in names)
+        return True
+
+
+@on_ranks(1)
+def test_a_writer_that_overrides_commit(tmp_path):
+    """Its files would never get their names, and the next save would remove them."""
+    module = torch.nn.Linear(2, 2).to(device())
+    engine, folder = make_engine(module, Case(deepcompile=False)), str(tmp_path)
+    engine.checkpoint_engine = Uploads()
+    engine.save_checkpoint(folder, tag="one")
+    assert {*os.listdir(tmp_path / "one")} < {*engine.checkpoint_engine.found}
+    assert not any(name.startswith("unfinished_") for name in engine.checkpoint_engine.found)
+    engine.save_16bit_model(str(tmp_path / "one"), "model.bin")
+    assert (tmp_path / "one" / "model.bin").exists()
+    assert engine.load_checkpoint(folder)[0] is not None
+    engine.destroy()
+
+
+@pytest.mark.quick
+def test_a_program_that_replaces_save(tmp_path):
+    """It would be given another name than the file has, by which it chooses what to keep, and the file would be
+    renamed before the program has written it."""
+    path, info, kept = str(tmp_path / "mine.pt"), CheckpointCommitInfo("one", str(tmp_path), save_latest=False), {}
+    writer = TorchCheckpointEngine()
+    writer.create(info)
+    with mock.patch("torch.save", lambda state, path, **_: kept.update({path: state})):
+        writer.save({"a": 1}, path)
+        writer.commit(info)
+    assert kept == {path: {"a": 1}} and not [*tmp_path.iterdir()]
+
+
+@vary("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.quick
+def test_a_folder_that_knows_no_renames(tmp_path, code):
+    """Nothing could be saved to an object store that is mounted, or each file would be copied in every save."""
+    path, info = str(tmp_path / "mine.pt"), CheckpointCommitInfo("one", str(tmp_path), save_latest=False)
+    writer, copies = TorchCheckpointEngine(), []
+
+    def copy(*names):
+        copies.append(names)
+        return COPY(*names)
+
+    no_rename = mock.patch("os.replace", side_effect=OSError(code, "not supported"))
+    with (
+        no_rename,
+        mock.patch("shutil.copyfile", copy),
+        mock.patch.object(checkpoint_files, "_without_renames", set()),
+    ):
+        for value in range(3):
+            writer.create(info)
+            writer.save({"a": value}, path)
+            writer.commit(info)
+            assert writer.load(path) == {"a": value}
+            assert [file.name for file in tmp_path.iterdir()] == ["mine.pt"]
+    assert len(copies) == 1
 
 
 @pytest.mark.quick
@@ -298,7 +423,7 @@ def test_a_file_of_its_own(tmp_path):
     path = tmp_path / "mine.pt"
     writer = TorchCheckpointEngine()
     writer.save({"a": 1}, str(path))
-    with mock.patch("torch.save", interrupted_in("mine", fill_disk)), pytest.raises(OSError):
+    with saving_by(interrupted_in("mine", fill_disk)), pytest.raises(OSError):
         writer.save({"a": 2}, str(path))
     assert writer.load(str(path)) == {"a": 1}
     assert [*tmp_path.iterdir()] == [path]

@@ -269,13 +269,13 @@ def test_experts_of_one_rank_overflow(ranks, world, make, stage):
         assert difference < 2e-3
 
 
-def made_with_muon():
+def made_with_muon(deepcompile=True):
     module = Mixture(2, 1)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "Muon", "params": {"lr": 0.01}},
-        "compile": {"deepcompile": True},
+        "compile": {"deepcompile": deepcompile},
     }
     parameters = split_params_into_different_moe_groups_for_optimizer(
         {"params": list(module.parameters()), "name": "all"}
@@ -283,16 +283,18 @@ def made_with_muon():
     return outcome(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
 
 
-@pytest.mark.follows("which have process groups of their own; use AdamW")
+@pytest.mark.follows("which have process groups of their own; use AdamW, or set compile.deepcompile to false")
 def test_muon_is_refused(ranks):
     """Muon would look for matrices in the partitions of all ranks."""
     try:
         (said,) = ranks(1).run(made_with_muon)
+        # As is advised.
+        assert ranks(1).run(made_with_muon, deepcompile=False) == [None]
     finally:
         ranks(1).stop()
     assert said == (
         "ValueError: DeepCompile with ZeRO stage 1: Muon is not supported with experts, which have process groups of "
-        "their own; use AdamW"
+        "their own; use AdamW, or set compile.deepcompile to false"
     )
 
 

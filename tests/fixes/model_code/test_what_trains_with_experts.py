@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
+from deepspeed.compile.fixes.model_code.adapted_parameters import trace_adapted_parameters
 from deepspeed.compile.fixes.model_code.captured_outputs import traced_collection
 from deepspeed.compile.parts import NAMES
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.utils import safe_get_full_grad
 
 from support.architectures import ARCHITECTURES
 from support.ids import vary
@@ -254,6 +256,43 @@ def test_experts_that_one_rank_never_hits(place, name):
     """Ranks would average gradients of different experts, and the norm that clips would differ from rank to rank."""
     more = {"one_expert_a_rank": True, "accumulation": 2, "gradient_clipping": 0.5, **PLACES[place]}
     check(name, [], **more)
+
+
+class Weights(nn.Module):
+    """A layer whose parameter ``weights`` has adapters."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x):
+        return torch.einsum("bi,eij->bj", x, self.weights)
+
+
+@NEEDS_PEFT
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_of_stage_3_has_adapters_too():
+    """ZeRO-3 would not find the attributes of its parameters, once another engine of the process is compiled."""
+    from peft import LoraConfig, get_peft_model
+
+    trace_adapted_parameters()
+    adapters = LoraConfig(r=2, target_parameters=["0.weights"], init_lora_weights=False)
+    torch.manual_seed(0)
+    expected, model = (get_peft_model(nn.Sequential(Weights()), adapters) for _ in range(2))
+    model.load_state_dict(expected.state_dict())
+    # Each parameter is cut, however small it is.
+    stage = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    engine = engine_by_configuration(model, deepcompile=False, lr=0.1, zero_optimization=stage)
+    x = torch.randn(2, 4, device=device())
+    losses = [trained(x).square().mean() for trained in (engine, expected.to(device()))]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=BOUND)
+    engine.backward(losses[0])
+    losses[1].backward()
+    pairs = zip(model.parameters(), expected.parameters(), strict=True)
+    found = [(safe_get_full_grad(own), other.grad) for own, other in pairs if other.requires_grad]
+    assert len(found) == 2 and relative_error(*zip(*found, strict=True)) < BOUND
+    engine.destroy()
 
 
 class Scored(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from deepspeed.compile.fits import fits
+from deepspeed.compile.tools.fits import estimate
 from deepspeed.compile.tools.fits.advice import COLUMNS, FEW, few_rows, recommended, text_of
 from deepspeed.compile.tools.fits.estimate import GIB
 from deepspeed.compile.tools.fits.modes import MODES, Mode
@@ -72,7 +73,7 @@ def test_what_is_printed_is_short(answer, memory):
 
 
 @pytest.mark.slow
-def test_from_how_many_gpus_on(answer):
+def test_from_how_many_gpus_on(answer, monkeypatch):
     """Who has too few GPUs would try numbers by hand, or believe that more of them help where none do."""
     answer = fits(Large, gpus=1, memory=6, sequence=64)
     gpus, row = answer.enough
@@ -80,4 +81,9 @@ def test_from_how_many_gpus_on(answer):
     text = " ".join(text_of(answer, "large", shows_all=False))
     assert f"Nothing fits on 1 GPU of 6 GB. On 8, {row.mode.name} fits." in text
     text = " ".join(text_of(answer._replace(enough=None), "large", shows_all=False))
-    assert "More GPUs do not help: take shorter sequences, or GPUs with more memory." in text
+    assert "Nor does anything on up to 256: take shorter sequences, or GPUs with more memory." in text
+    # Those that were asked for may be more than are tried at first.
+    many = answer._replace(enough=None, question=dataclasses.replace(answer.question, gpus=160))
+    assert "Nor does anything on up to 1280: " in " ".join(text_of(many, "large", shows_all=False))
+    monkeypatch.setattr(estimate, "MOST_GPUS", 1)
+    assert fits(Large, gpus=1, memory=6, sequence=64).enough == (gpus, row)

@@ -564,6 +564,19 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
         ({"sequence_parallel_size": 4}, "has sequence_parallel_size 4, which does not divide 2 GPUs"),
         ({"train_micro_batch_size_per_gpu": 0}, "DeepSpeed refuses the configuration: Train batch size: 0 has to be"),
         ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
+        # What the engine refuses.
+        (
+            {
+                "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+                "compile": {"deepcompile": True, "store_param_remainders": True, "optimizer_states": "8bit"},
+            },
+            "has remainders with its optimizer on the host, and has states in 8 bits with its optimizer on the host",
+        ),
+        (
+            {"compile": {"deepcompile": True, "shard_parameters": "all", "overlap_param_gather": True}},
+            "has overlap_param_gather with sharded parameters",
+        ),
+        ({"hybrid_engine": {"enabled": True}}, "has hybrid_engine.enabled, which is not estimated"),
     ],
 )
 def test_a_configuration_that_is_not_estimated(varied, sentence):
@@ -674,6 +687,22 @@ TINY = {
     "head_dim": 16,
     "vocab_size": 256,
 }
+
+
+class Declines(Small):
+    """As a model of transformers that cannot checkpoint, of a configuration with quantized weights."""
+
+    supports_gradient_checkpointing, config = False, SimpleNamespace(quantization_config={"quant_method": "fp8"})
+
+    def gradient_checkpointing_enable(self):
+        raise ValueError("Declines does not support activation checkpointing.")
+
+
+def test_what_a_model_declines():
+    """The lines to write would raise, or dense weights be taken for those of the configuration."""
+    answer = fits(Declines, modes=[Mode("checkpointed", checkpoint=True)], sequence=TOKENS)
+    assert "torch.utils.checkpoint at each block" in answer.first.lines
+    assert any("quantization of the configuration is not counted" in note for note in answer.notes)
 
 
 @pytest.mark.follows(

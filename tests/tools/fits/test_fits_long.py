@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.compile.fits import fits
-from deepspeed.compile.tools.fits import estimate
+from deepspeed.compile.tools.fits import estimate, gradients
 from deepspeed.compile.tools.fits.modes import Mode, Question
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 
@@ -140,6 +140,15 @@ def test_a_sequence_that_ranks_share():
 
     shared, alone = row(2 * TOKENS, sequence_parallel_size=2, train_batch_size=2), row(TOKENS, train_batch_size=4)
     assert (shared.at_rest, shared.peak) == (alone.at_rest, alone.peak)
+    with pytest.raises(ValueError, match="has seq_parallel_communication_data_type, which is not estimated"):
+        row(2 * TOKENS, sequence_parallel_size=2, seq_parallel_communication_data_type="bf16")
+
+
+def test_messages_where_ranks_share_a_sequence():
+    """DeepSpeed sends gradients in fp32 there, twice the bytes that would be counted."""
+    parameters = [torch.empty(4096, dtype=torch.bfloat16, device="meta", requires_grad=True) for _ in range(4)]
+    plain, sent = (gradients.send(parameters, [3, 2, 1, 0], 2, sent=dtype) for dtype in (None, torch.float32))
+    assert max(sent.arrived) > max(plain.arrived)
 
 
 def test_what_the_allocator_reserves():

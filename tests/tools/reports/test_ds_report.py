@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed import git_version_info
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.tools.reports import ds_report
 from deepspeed.compile.tools.reports.tested_torch import TESTED, listed, untried
 from deepspeed.compile.zero_1_and_2.engine.options import OLDEST_TORCH
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
@@ -57,17 +60,41 @@ def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypat
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     look_built()
     assert DeepCompileBuilder().is_built()
-    monkeypatch.setenv("CXX", "another-compiler")
+    monkeypatch.setenv("CXX", "c++ -O1")
     assert not DeepCompileBuilder().is_built()
 
 
+@pytest.mark.follows("; name one in TORCH_EXTENSIONS_DIR")
 def test_what_a_build_lacks_is_named(tmp_path, monkeypatch):
     """The report would promise that the first training builds the native code, on a machine that cannot."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file"))
+    lacks = dict(ds_report.report())["fork's native code (dc)"]
+    assert lacks.startswith("cannot be built; this machine lacks a folder for native code that it can write ([Errno ")
+    assert str(tmp_path / "file") in lacks and lacks.endswith("; name one in TORCH_EXTENSIONS_DIR)")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert dict(ds_report.report())["fork's native code (dc)"].startswith("not built; the first training builds it")
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert dict(ds_report.report())["fork's native code (dc)"].startswith(
         "cannot be built; this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get install g++`"
     )
+
+
+def test_native_code_of_an_installation_with_another_torch(monkeypatch):
+    """The report would call native code built that DeepSpeed refuses to load, because torch was upgraded."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    monkeypatch.setitem(git_version_info.installed_ops, "dc", True)
+    monkeypatch.setattr(git_version_info, "accelerator_name", get_accelerator()._name)
+    # Another test may have loaded the code.
+    monkeypatch.setattr(OpBuilder, "_loaded_ops", {})
+    said = []
+    for installed in (release, "2.9"):
+        monkeypatch.setitem(git_version_info.torch_info, "version", installed)
+        said.append(dict(ds_report.report())["fork's native code (dc)"])
+    lacks = f"an installation with torch {release}: it has native code for torch 2.9"
+    assert said == [f"built, for {get_accelerator().device_name()}", f"cannot be built; this machine lacks {lacks}"]
+    with pytest.raises(RuntimeError, match=f"this machine lacks {re.escape(lacks)}$"):
+        reducer_module.__wrapped__()
 
 
 def on_device():

@@ -17,9 +17,11 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
+from types import CodeType
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import torch
+from torch._C._dynamo import eval_frame
 from torch.fx import GraphModule
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -29,6 +31,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.messages import warn
 from .guards import set_back
 
+LIMIT_OF_TORCH = "torch._dynamo.config.recompile_limit"
 # More than any program compiles.
 _UNLIMITED = 10**6
 # After more compilations of one frame, DeepCompile warns, and says why Dynamo compiles the frame again.
@@ -38,6 +41,8 @@ _CACHE = re.compile(r"transformers/cache_utils\.py|past_key_values\b.*\.layers\[
 # Matches Dynamo's names of the calls that block_calls.py gives to modules.
 _OWN_CALL = re.compile(r"<function (Module|BlockParent|Block)Call\.")
 _TORCH = str(Path(torch.__file__).parent)
+# As Dynamo treats a frame that has reached its limit: what is compiled runs, and other calls run uncompiled.
+_RUN_ONLY = eval_frame._FrameExecStrategy(*2 * [eval_frame._FrameAction.RUN_ONLY])
 
 
 def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -64,6 +69,7 @@ class CompilationLimit:
     Args:
         limit: the most compilations of one frame with gradients, and as many again without them.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
+        name: the setting that ``limit`` comes from.
 
     Attributes:
         has_stopped: whether this rank has stopped using compiled code.
@@ -73,15 +79,19 @@ class CompilationLimit:
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _near_dynamo_limit = False
 
-    def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False):
+    def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False, name: str = LIMIT_OF_TORCH):
         # Dynamo's caches hold this object after the engine is gone.
         self._module = weakref.ref(module)
         self._limit = limit
         self._raises = raises
+        self._remedy = _REMEDY.format(name)
         # Read Dynamo's limit now, because the limit is lifted while frames are compiled.
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
         self._thread = _Thread()
+        # Compilations of frames that reduce nothing, and the codes of those that are to be compiled no more.
+        self._beside: Dict[int, int] = collections.Counter()
+        self._complete: List[CodeType] = []
         self._has_warned = self._has_warned_of_hooks = False
         # Owner of frames (a class of blocks, or "the model") -> where Dynamo last ended the graph of such a frame.
         self._graph_breaks: Dict[str, str] = {}
@@ -163,6 +173,11 @@ class CompilationLimit:
                 return compiled(*args, **kwargs)
         finally:
             set_back()
+            # Not before the compilation has ended, because Dynamo then lets a frame be compiled again.
+            if self._complete:
+                complete, self._complete = self._complete, []
+                for code in complete:
+                    eval_frame.set_code_exec_strategy(code, _RUN_ONLY)
 
     def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.
@@ -189,12 +204,26 @@ class CompilationLimit:
         if count > self._limit:
             if self._raises or torch._dynamo.config.fail_on_recompile_limit_hit:
                 raise RuntimeError(
-                    f"DeepCompile compiled one frame more than {self._limit} times: {self._why(what)}. {_REMEDY}"
+                    f"DeepCompile compiled one frame more than {self._limit} times: {self._why(what)}. {self._remedy}"
                 )
             self._reached = self._why(what)
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
             warn(f"DeepCompile has compiled one frame {count} times: {self._why(what)}")
+
+    def compiles_beside(self, frame: int, code: CodeType, what: str) -> None:
+        """Called when a frame is compiled that reduces nothing, such as a function that logs metrics by name.
+
+        Dynamo's own limit applies to it, and this one where that is lifted, so that it is not compiled for ever.
+
+        Args:
+            frame, what: as in :meth:`compiles`.
+            code: the frame's, which runs uncompiled from then on, but for calls that fit what is compiled.
+        """
+        self._beside[frame] += 1
+        if CompilationLimit._near_dynamo_limit and self._beside[frame] >= self._limit:
+            self._complete.append(code)
+            warn(f"DeepCompile compiles {code.co_name} no more, after {self._limit} times: {self._why(what)}")
 
     def _why(self, what):
         """Says why a frame of ``what`` is being compiled again."""
@@ -216,11 +245,11 @@ class CompilationLimit:
         self.has_stopped = True
         logger.warning(
             f"DeepCompile compiled one frame more than {self._limit} times, so rank "
-            f"{dist.get_rank()} goes on without compiled code: {self._reached}. {_REMEDY}"
+            f"{dist.get_rank()} goes on without compiled code: {self._reached}. {self._remedy}"
         )
 
 
-_REMEDY = "To have it compiled as often as that, raise torch._dynamo.config.recompile_limit before engine.compile()"
+_REMEDY = "To have it compiled as often as that, raise {} before engine.compile()"
 
 
 # Dynamo's own words ------------------------------------------------------------------------------------------------

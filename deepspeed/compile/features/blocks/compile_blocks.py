@@ -7,6 +7,7 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 
 import contextlib
 import functools
+from types import CodeType
 from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
@@ -95,6 +96,11 @@ class _CompiledForwards:
     def _compile(self, kind, run):
         backend = functools.partial(self._backend, layer=kind.__name__)
         return torch.compile(own_code(run), **{**_for_torch(self._compile_kwargs), "backend": backend})
+
+
+def calls_blocks(code: CodeType) -> bool:
+    """Whether a frame's code is that which calls the blocks of a class. Layers with frozen parameters share it."""
+    return code.co_filename == run_forward.__code__.co_filename
 
 
 def refuse_blocks_of_others(module: Module) -> None:

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING, Callable, Iterator, List, Tuple
 
 import torch
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.nn import Module
 
 from deepspeed.utils import logger
@@ -16,8 +17,8 @@ from ...zero_1_and_2.messages import warn
 from . import compile_blocks
 from .block_calls import Around, ModuleCall, take_over_compiled
 from .choose_blocks import called_by, choose_blocks, parents_of
-from .compilation_limit import CompilationLimit, graph_break
-from .guards import guard_all
+from .compilation_limit import LIMIT_OF_TORCH, CompilationLimit, graph_break
+from .guards import guard_all, guard_defaults
 from .options import set_for_blocks
 from .parameters import partially_trained_lookalikes
 
@@ -61,11 +62,11 @@ class Blocks(Feature):
         except ValueError as error:
             yield str(error)
             return
+        advice = "name its blocks' classes in compile.regional_compilation, or leave this out"
+        if request.compile_kwargs.get("fullgraph"):
+            advice = "leave one of them out"
         for name in () if blocks else set_for_blocks(request.options):
-            yield (
-                f"compile.{name} works on blocks, and the model is compiled as a whole, because {why}; name its "
-                "blocks' classes in compile.regional_compilation, or leave this out"
-            )
+            yield f"compile.{name} works on blocks, and the model is compiled as a whole, because {why}; {advice}"
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -81,10 +82,13 @@ class Blocks(Feature):
         context.backend.left_to_autograd.update(map(id, left))
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
+        guard_defaults()
         context.backend.compiled_modules = 1 + len(blocks)
         # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
-        limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
-        self._limit = CompilationLimit(module, limit, raises=bool(compile_kwargs.get("fullgraph")))
+        limit, name = compile_kwargs.get("recompile_limit"), "compile_kwargs['recompile_limit']"
+        if limit is None:
+            limit, name = torch._dynamo.config.recompile_limit * max(len(blocks), 1), LIMIT_OF_TORCH
+        self._limit = CompilationLimit(module, limit, bool(compile_kwargs.get("fullgraph")), name)
         if blocks:
             names = sorted({type(block).__name__ for block in blocks})
             logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
@@ -126,12 +130,13 @@ class Blocks(Feature):
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         guard_all()
-        # A frame without registered parameters, such as a function that logs metrics by name, reduces nothing, so
-        # Dynamo's own limit applies to it.
-        if frame.parameters:
-            compile_id = torch._guards.CompileContext.current_compile_id()
-            compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"
+        code = InstructionTranslator.current_tx().f_code
+        if frame.parameters or compile_blocks.calls_blocks(code):
             self._limit.compiles(compile_id.frame_id, compilations, what, graph_break(frame.gm))
+        else:
+            self._limit.compiles_beside(compile_id.frame_id, code, what)
         return compiled()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

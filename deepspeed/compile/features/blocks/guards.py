@@ -21,6 +21,16 @@ _OPTIONS_THAT_LEAVE_OUT_GUARDS = (
 )
 
 
+def guard_defaults() -> None:
+    """Makes Dynamo guard the default arguments of functions, as torch 2.13 does by itself.
+
+    Torch 2.11 leaves these guards out while it traces. So a hook that each layer has with another default would run as
+    the first layer's in all of them. Unlike the options above, this stays: any engine may compile at any time.
+    """
+    if hasattr(torch._dynamo.config, "skip_guards_on_constant_func_defaults"):
+        torch._dynamo.config.skip_guards_on_constant_func_defaults = False
+
+
 def guard_all() -> None:
     """Called when a frame is compiled: makes Dynamo keep all guards in this compilation, and in no other.
 

@@ -29,6 +29,19 @@ def held_by_scripts(module: Module) -> Set[int]:
     return {id(parameter) for script in scripts for parameter in script.parameters()}
 
 
+def holders_outside(module: Module, blocks: List[Module]) -> Dict[int, List[Module]]:
+    """Returns id of a parameter -> the modules outside of blocks that hold it themselves.
+
+    Parameters that a ScriptModule holds are left out.
+    """
+    holders, scripted = defaultdict(list), held_by_scripts(module)
+    for submodule in modules_outside(module, blocks):
+        for parameter in submodule.parameters(recurse=False):
+            if id(parameter) not in scripted:
+                holders[id(parameter)].append(submodule)
+    return holders
+
+
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
     """Splits ``parameters`` into those that no block or several blocks hold, and then those of each block alone.
 

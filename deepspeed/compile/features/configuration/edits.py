@@ -33,6 +33,11 @@ EDITS = {
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:": (
             "if self_compile.awaits_its_user(self):"
         ),
+        # Ask the parsed section, of the stage that has the pass: the configuration may be a path, and a value None.
+        '(("zero_optimization" in self.config and "offload_optimizer" in self.config["zero_optimization"]': (
+            "((self.zero_optimization_stage() == ZeroStageEnum.weights and self._config.zero_config.offload_optimizer"
+        ),
+        'and "offload_param" in self.config["zero_optimization"])': "and self._config.zero_config.offload_param)",
         # setup.py itself has added the next two anchors.
         "        around = deepcompile.around_forward(self, inputs, kwargs)\n": (
             "        self_compile.before_forward(self)\n..."

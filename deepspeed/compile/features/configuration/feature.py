@@ -85,7 +85,7 @@ def _ignored(request):
     if engine.flops_profiler_enabled():
         yield (
             "flops_profiler.enabled=true has no effect, because compiled code does not call the functions that "
-            "the flops profiler counts; profile without engine.compile()"
+            "the flops profiler counts; profile with compile.deepcompile set to false"
         )
     if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
         yield (

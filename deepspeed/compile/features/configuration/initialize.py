@@ -13,6 +13,7 @@ import torch
 from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import deepspeed
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
@@ -161,14 +162,16 @@ def _compare(what, own, group):
 
 
 def _options(engine):
-    """Lists the options by which ranks decide what they send, and in which order. A host may differ in others."""
+    """Lists what decides what ranks send, and in which order. A host may differ in other options."""
     of_compile, of_zero = engine._config.compile_config, engine._config.zero_config
     options = [(f"compile.{name}", getattr(of_compile, name, None)) for name in _SENDING]
     options += [(f"zero_optimization.{name}", getattr(of_zero, name)) for name in _SENDING_OF_ZERO]
     # Each rank may write its pictures elsewhere, and pin memory or not.
     options.append(("compile.memory_picture", getattr(of_compile, "memory_picture", None) is not None))
     options.append(("zero_optimization.offload_optimizer", engine.zero_cpu_offload()))
-    return [(name, {"value": str(value)}) for name, value in options]
+    installed = {"deepspeed": deepspeed.__version__, "torch": torch.__version__.partition("+")[0]}
+    versions = [(f"the installed {name}", {"version": version}) for name, version in installed.items()]
+    return [*versions, *((name, {"value": str(value)}) for name, value in options)]
 
 
 def _traits(module, with_buffers):

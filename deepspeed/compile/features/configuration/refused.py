@@ -6,7 +6,7 @@ Also refuses calls of ``engine.compile()`` that would lose gradients, or whose g
 """
 
 import inspect
-from typing import TYPE_CHECKING, Iterator, Set
+from typing import TYPE_CHECKING, Iterator, Set, get_origin
 
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module
@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from deepspeed.utils import groups
 
 from ...zero_1_and_2.feature import Request
+from ...zero_1_and_2.graph.backend import patches_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -134,7 +135,7 @@ def _unsupported_engines(engine):
     if engine.autotuning_enabled():
         yield (
             "autotuning.enabled=true is not supported, because compiled code does not call the functions that the "
-            "flops profiler counts for it; set it to false or tune without engine.compile()"
+            "flops profiler counts for it; set it to false, or set compile.deepcompile to false"
         )
 
 
@@ -171,9 +172,19 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
         usable = [name for name, patches in list_mode_options().items() if not _OF_OTHER_GRAPHS & patches.keys()]
         yield f"compile_kwargs['mode']={mode!r} is not a mode of torch.compile; use one of {usable}"
         return
-    for name in options:
-        if name not in config.get_config_copy():
+    for name, value in options.items():
+        # As torch does with each name.
+        attribute = str(name).replace("-", "_")
+        if attribute not in config.get_config_copy():
             yield f"compile_kwargs['options'] holds '{name}', which is not an option of this torch; remove it"
+            continue
+        # As torch does, pass over types that isinstance() does not take.
+        taken = config.get_type(attribute)
+        if isinstance(taken, type) and get_origin(taken) is None and not isinstance(value, taken):
+            yield (
+                f"compile_kwargs['options'] holds '{name}' with the value {value!r}, which is not of type "
+                f"{taken.__name__}; give it such a value, or remove it"
+            )
 
 
 def _unsupported_with_experts(request):
@@ -190,7 +201,10 @@ def _unsupported_with_experts(request):
     if request.options.sharded is not None:
         yield ("compile.shard_parameters cannot shard experts, which have process groups of their own; leave it out")
     if engine.optimizer_name() == "muon":
-        yield "Muon is not supported with experts, which have process groups of their own; use AdamW"
+        yield (
+            "Muon is not supported with experts, which have process groups of their own; use AdamW, or set "
+            "compile.deepcompile to false"
+        )
     # Gradients of such experts are sent nowhere, but would wait in buckets of all ranks for the host.
     groups = () if engine.optimizer is None else engine.optimizer.real_dp_process_group
     if engine.zero_cpu_offload() and 1 in map(dist.get_world_size, groups) and dist.get_world_size() > 1:
@@ -227,7 +241,7 @@ def refused_calls(request: Request) -> Iterator[str]:
 
 def _unsupported_graphs(request):
     """Yields a sentence for each option with which graphs would reduce no gradients, or wrong ones."""
-    from torch._inductor import config, list_mode_options
+    from torch._inductor import config
 
     if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
         # ZeRO-3 replaces it for the life of the process.
@@ -239,8 +253,7 @@ def _unsupported_graphs(request):
         )
     if request.backend == "eager":
         return
-    mode, options = request.compile_kwargs.get("mode"), request.compile_kwargs.get("options") or {}
-    patches = {**list_mode_options().get(mode, {}), **options}
+    patches = patches_of(request.compile_kwargs.get("mode"), request.compile_kwargs.get("options"))
     if patches.get("triton.cudagraphs", config.triton.cudagraphs):
         yield (
             "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "

@@ -6,26 +6,40 @@ Torch's caches need no hash of this source: their keys contain each graph that t
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Callable, Dict
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator
 
 import torch
 
-from ...zero_1_and_2.feature import Feature, SetUpContext
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.graph.backend import own_code
+from ...zero_1_and_2.messages import warn
 from . import own_graph
 from .find_loss import ChunkedLosses
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     from ...zero_1_and_2.graph.backend import Frame
 
 
 class Loss(Feature):
     """Cuts the graph of a loss in two, for one engine."""
 
+    @classmethod
+    def warnings(cls, request: Request) -> Iterator[str]:
+        if request.options.chunked_loss and not request.compiles:
+            yield (
+                "compile.chunked_loss=True has no effect, because torch.compile is switched off by "
+                "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+            )
+
     def __init__(self, context: SetUpContext):
-        self._chunked = ChunkedLosses(context.request.options.chunked_loss)
+        wanted = context.request.options.chunked_loss
+        self._chunked = ChunkedLosses(wanted)
+        self._awaits_loss, self._has_compiled = bool(wanted), False
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        self._has_compiled = self._has_compiled or torch.is_grad_enabled()
         if frame.layer is not None or not torch.is_grad_enabled():
             return compiled()
         part = functools.partial(compile_part, frame)
@@ -40,6 +54,18 @@ class Loss(Feature):
         if hasattr(split, own_graph.REST):
             own_graph.replace(split, own_graph.REST, part)
         return split.forward
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        # Before a graph is compiled, nothing tells where the loss is computed.
+        if not (self._awaits_loss and self._has_compiled):
+            return
+        self._awaits_loss = False
+        if not self._chunked.is_answered:
+            warn(
+                "compile.chunked_loss=True has no effect, because no compiled graph outside of blocks calls "
+                "torch.nn.functional.cross_entropy; call it in the model's forward, in code that is compiled, or "
+                "leave the option out"
+            )
 
 
 FEATURE = Loss

@@ -59,11 +59,15 @@ class Found(NamedTuple):
 
 
 class ChunkedLosses:
-    """Makes an engine's graphs compute their losses in chunks."""
+    """Makes an engine's graphs compute their losses in chunks.
+
+    Attributes:
+        is_answered: whether a loss is computed in chunks, or a warning has said why none is.
+    """
 
     def __init__(self, wanted: Optional[bool]):
         self._wanted = wanted
-        self._has_warned = False
+        self._has_warned = self.is_answered = False
 
     def cut_out(
         self,
@@ -91,7 +95,7 @@ class ChunkedLosses:
         found, unfit = _find(gm.graph, parameters)
         may_warn = unfit and self._wanted and not self._has_warned
         if may_warn and (_losses(gm.graph) or split_loss(gm, is_registered)):
-            self._has_warned = True
+            self._has_warned = self.is_answered = True
             warn(
                 f"compile.chunked_loss=True has no effect on a loss of this model, because {unfit}; it is computed in "
                 "one piece"
@@ -99,6 +103,7 @@ class ChunkedLosses:
         # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
         if found is None or not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
             return None
+        self.is_answered = True
         reduced = [values.get(node) in numbers for node in (found.weight, found.bias)]
         return _replaced(gm, found, ChunkedLoss(found.loss, reduced, numbers, compile_part))
 

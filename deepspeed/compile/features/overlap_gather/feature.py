@@ -5,10 +5,11 @@
 import functools
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Embedding, Module, Parameter
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -22,15 +23,16 @@ from ...zero_1_and_2.gradient.registered import registered_parameters
 from ...zero_1_and_2.layout import layouts_of
 from ...zero_1_and_2.messages import log_notice
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
+from ..blocks.choose_blocks import parents_of
 from ..blocks.feature import Blocks, chosen_blocks
-from ..blocks.parameters import by_block, held_by_scripts
+from ..blocks.parameters import by_block, held_by_scripts, holders_outside
 from .arriving import Arrival, Arriving, can_be_marked, mark, put_in_front, unmark
 from .guards_of_callers import all_guards
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.backend import Frame
 
-# The number of the unit of all parameters that lie outside the blocks or in several blocks.
+# The number of the unit of parameters outside the blocks, or in several, for which a forward waits when it begins.
 OUTSIDE = 0
 ALIASED = (
     "steps wait for the gather of parameters, because a tensor shares their memory, such as a kept parameter.data; "
@@ -39,10 +41,11 @@ ALIASED = (
 
 
 class OverlapGather(Feature, AllGather):
-    """Sends the unit ``OUTSIDE`` and then the unit of each block while the next forward runs, which waits for them.
+    """Sends units in the order in which a forward reads them (:func:`units_in_order`) while the next forward runs.
 
-    A block waits for its own unit, and the code around blocks for the unit ``OUTSIDE``. The guards of compiled code
-    read the class of parameters, so parameters must arrive before. Any other code waits when it reads a parameter
+    A block waits for its own unit. Compiled code around blocks waits for the unit ``OUTSIDE`` when it begins. When a
+    module that calls blocks has returned, compiled code waits for the units that it reads next. The guards of compiled
+    code read the class of parameters, so these must arrive before. Any other code waits when it reads a parameter
     (``arriving.py``).
     """
 
@@ -58,8 +61,7 @@ class OverlapGather(Feature, AllGather):
     def __init__(self, context: SetUpContext):
         AllGather.__init__(self, context.optimizer)
         blocks, module = context.get(Blocks), context.module
-        # Lists of parameters, in the order in which units are sent.
-        units = by_block(registered_parameters(context.optimizer), module, blocks.blocks)
+        units = units_in_order(registered_parameters(context.optimizer), module, blocks.blocks)
         # Weak, because a parameter that is being gathered refers to this object, and Dynamo's caches keep it.
         self._parameters = [[weakref.ref(parameter) for parameter in unit] for unit in units]
         # Units with parameters that some code reads without waiting. A step waits for them.
@@ -91,11 +93,17 @@ class OverlapGather(Feature, AllGather):
         context.undo.enter_context(all_guards())
         context.undo.callback(self._end)
         self._units_of_block = {id(block): self._units_of(block.parameters()) for block in blocks.blocks}
-        # The units whose parameters the code around blocks reads.
-        self._around_blocks = {OUTSIDE}
+        # Id of a module that calls blocks -> units that the code around blocks reads when that module has returned.
+        # None -> units that it reads before any of these has returned. Code that is compiled later adds units.
+        self._read_behind: Dict[Optional[int], Set[int]] = defaultdict(set, {None: {OUTSIDE}})
+        if len(units) > 1 + len(blocks.blocks):
+            # C++ code that reads a head does not wait by itself.
+            (caller,) = parents_of(module, blocks.blocks)
+            self._read_behind[id(caller)].add(len(units) - 1)
+        # Which of these modules has returned last in the forward that is under way.
+        self._returned: Optional[int] = None
         blocks.wrap_calls(self._around_call)
-        # The set grows, and each call waits for what it has by then.
-        blocks.wrap_module(functools.partial(self._waiting, self._around_blocks))
+        blocks.wrap_module(lambda call: functools.partial(self._call_module, call))
 
     @property
     def gather(self) -> Optional[AllGather]:  # type: ignore[override]
@@ -103,23 +111,34 @@ class OverlapGather(Feature, AllGather):
         return self
 
     def _around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
-        if blocks is not None:
-            # The module runs uncompiled, so its reads wait by themselves.
-            return call
-        return self._waiting(self._units_of_block[id(module)], call)
+        if blocks is None:
+            return functools.partial(self._call_block, self._units_of_block[id(module)], call)
+        return functools.partial(self._call_caller, call)
 
-    def _waiting(self, units, call):
-        def wait_and_call(module, /, *args, **kwargs):
-            self.wait(sorted(units))
-            return call(module, *args, **kwargs)
+    def _call_module(self, call, module, /, *args, **kwargs):
+        self._go_on_behind(None)
+        return call(module, *args, **kwargs)
 
-        return wait_and_call
+    def _call_block(self, units, call, block, /, *args, **kwargs):
+        self.wait(sorted(units))
+        return call(block, *args, **kwargs)
+
+    def _call_caller(self, call, caller, /, *args, **kwargs):
+        # The caller runs uncompiled, so its own reads wait by themselves.
+        output = call(caller, *args, **kwargs)
+        self._go_on_behind(id(caller))
+        return output
+
+    def _go_on_behind(self, returned):
+        """Waits for what compiled code reads behind the return of a module that calls blocks, or before any."""
+        self._returned = returned
+        self.wait(sorted(self._read_behind[returned]))
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         if frame.layer is None:
-            # Code around blocks may read a block's parameter too. Wait for its unit first, so that guards find the
-            # parameter in its own class.
-            self._around_blocks.update(self._units_of(value for value in frame.inputs if isinstance(value, Parameter)))
+            # Wait for these units before this code runs again, so that guards find parameters in their own class.
+            read = self._units_of(value for value in frame.inputs if isinstance(value, Parameter))
+            self._read_behind[self._returned].update(read)
         return compiled()
 
     def _units_of(self, parameters):
@@ -262,6 +281,31 @@ class OverlapGather(Feature, AllGather):
         finally:
             for unit in list(self._works):
                 self._give_back(unit)
+
+
+def units_in_order(parameters: Sequence[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
+    """Splits ``parameters`` into units in the order in which a forward reads them, as far as modules show it.
+
+    The first unit is ``OUTSIDE``, which may be empty. Each block has a unit. If one module calls all blocks, what is
+    held only by modules that are registered behind it, such as a head, is the last unit. Embeddings are not: they are
+    read first. If several modules call blocks, what is registered behind all may be read between them.
+    """
+    outside, *of_blocks = by_block(parameters, module, blocks)
+    callers = parents_of(module, blocks)
+    if len(callers) != 1:
+        return [outside, *of_blocks]
+    place, holders = {part: number for number, part in enumerate(module.modules())}, holders_outside(module, blocks)
+    end = max(place[part] for part in callers[0].modules())
+    of_several = {id(parameter) for block in blocks for parameter in block.parameters()}
+
+    def is_read_last(parameter):
+        held_by = holders[id(parameter)]
+        follows = all(place[holder] > end and not isinstance(holder, Embedding) for holder in held_by)
+        return bool(held_by) and follows and id(parameter) not in of_several
+
+    last = {id(parameter) for parameter in outside if is_read_last(parameter)}
+    units = [[parameter for parameter in outside if id(parameter) not in last], *of_blocks]
+    return [*units, [parameter for parameter in outside if id(parameter) in last]] if last else units
 
 
 def _is_over(work):

@@ -48,6 +48,10 @@ NOT_SAVED = (
     f"{NOT_HERE}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's get_state_dict(), "
     "which all ranks call"
 )
+NOT_TRAINED = (
+    "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be trained; set requires_grad "
+    "before the engine is made"
+)
 _NOT_ALONE = (
     "parameter {} is sharded over the ranks by compile.shard_parameters and cannot be {} by some ranks alone; do it "
     "on all ranks, or within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, "
@@ -270,10 +274,11 @@ def _access(function, kind, args):
         shard = vars(args[0])[_SHARD]
         unit = shard.unit()
         if unit is None or not unit.memory.trains(shard.name):
-            raise RuntimeError(
-                f"parameter {shard.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; "
-                "set requires_grad before the engine is made"
-            )
+            # Without gradients peft asks so, when a program takes another adapter for reference logits. The next
+            # forward with gradients looks whether it still does.
+            if unit is None or torch.is_grad_enabled():
+                raise RuntimeError(NOT_TRAINED.format(shard.name))
+            unit.memory.asked.add(shard.name)
     return _plain(function, *args)
 
 

@@ -16,7 +16,6 @@ import torch
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...fixes.base.subclasses import BROADCAST_LATER
 from ...zero_1_and_2.collectives import every_rank_raises
@@ -29,6 +28,7 @@ from .on_first_rank import OnFirstRank, on_first_rank
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from .feature import ShardParameters
 
@@ -110,10 +110,16 @@ def _to_be_sharded(engine, elsewhere):
     return [parameter for parameter in itertools.chain(frozen, trained) if id(parameter) in elsewhere]
 
 
-def optimizer_of(engine: "DeepSpeedEngine") -> Callable[..., DeepSpeedZeroOptimizer]:
-    """Called when an engine makes its ZeRO-1/2 optimizer. Returns what makes it."""
+def optimizer_of(
+    engine: "DeepSpeedEngine", usual: "Callable[..., DeepSpeedZeroOptimizer]"
+) -> "Callable[..., DeepSpeedZeroOptimizer]":
+    """Called when an engine makes its ZeRO-1/2 optimizer. Returns what makes it.
+
+    Args:
+        usual: what makes it in DeepSpeed, which a program may have replaced.
+    """
     cuts = any(map(is_cut, engine.module.parameters()))
-    return functools.partial(make_optimizer, engine.module) if cuts else DeepSpeedZeroOptimizer
+    return functools.partial(make_optimizer, engine.module) if cuts else usual
 
 
 def prepare(engine: "DeepSpeedEngine") -> None:

@@ -12,7 +12,8 @@ EDITS = {
         ),
         "            self.module.to(self.device)\n": "            shard_parameters.move_to_device(self)\n",
         "            Stage1And2ZeroOptimizer = DeepSpeedZeroOptimizer if not self.zenflow else ": (
-            "            Stage1And2ZeroOptimizer = shard_parameters.optimizer_of(self) if not self.zenflow else "
+            "            Stage1And2ZeroOptimizer = "
+            "shard_parameters.optimizer_of(self, DeepSpeedZeroOptimizer) if not self.zenflow else "
         ),
         "\n    def _optimized_linear_offload_setup": "        shard_parameters.prepare(self)\n...",
         "            sd = remove_random_ltd_state_dict(sd)\n        return sd\n": (

@@ -118,7 +118,9 @@ class ShardParameters(Feature, AllGather):
         self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
         self.whole.most_kept = kept if isinstance(kept, int) else 0
         if not self.units:
-            warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
+            alone = "a single rank has no other to share parameters with"
+            why = alone if world == 1 else "no block has such parameters of its own"
+            warn(f"compile.shard_parameters has no effect, because {why}")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
         blocks.wrap_calls(self.passes.around_call, always=True)

@@ -5,14 +5,13 @@
 Each is a unit of its own. ``passes.py`` gathers it.
 """
 
-from collections import defaultdict
-from typing import Dict, Iterable, Iterator, List, Tuple
+from typing import Iterable, Iterator, List, Tuple
 
 from torch.nn import Embedding, Module, Parameter
 
 from ...fixes.base.subclasses import plain_tensors
 from ..blocks.choose_blocks import parents_of
-from ..blocks.parameters import held_by_scripts, modules_outside
+from ..blocks.parameters import holders_outside
 
 # A parameter with at least this part of the largest block's bytes is not kept whole on every rank.
 LARGE_PART = 1 / 8
@@ -29,19 +28,6 @@ def large_outside(parameters: List[Parameter], module: Module, blocks: List[Modu
         for parameter in parameters
         if id(parameter) in holders and id(parameter) not in inside and parameter.nbytes >= smallest
     ]
-
-
-def holders_outside(module: Module, blocks: List[Module]) -> Dict[int, List[Module]]:
-    """Returns id of a parameter -> the modules outside of blocks that hold it themselves.
-
-    Parameters that a ScriptModule holds are left out.
-    """
-    holders, scripted = defaultdict(list), held_by_scripts(module)
-    for submodule in modules_outside(module, blocks):
-        for parameter in submodule.parameters(recurse=False):
-            if id(parameter) not in scripted:
-                holders[id(parameter)].append(submodule)
-    return holders
 
 
 def read_times(

@@ -28,11 +28,12 @@ from torch.utils.hooks import RemovableHandle
 
 from ...zero_1_and_2.gradient.backward import in_backward
 from ...zero_1_and_2.hooks import Hook
+from ..blocks.parameters import holders_outside
 from ..overlap_gather.arriving import is_traced
 from .at_rest import NOT_HERE
 from .comparison import BEGINNING, END, Comparison
 from .gather_order import GatherOrder
-from .outside import beside_blocks, holders_outside, read_times
+from .outside import beside_blocks, read_times
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -159,6 +160,8 @@ class Passes:
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
+        if unit.memory.asked and torch.is_grad_enabled():
+            unit.memory.refuse_to_train()
         current = self._active_pass_for(unit)
         with contextlib.ExitStack() as stack:
             if current is None:

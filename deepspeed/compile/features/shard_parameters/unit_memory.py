@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import operator
 import weakref
-from typing import Any, Dict, Iterator, List, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Set, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -25,6 +25,7 @@ from ...fixes.base.subclasses import BROADCAST_LATER, plain_tensors
 from ...zero_1_and_2.gradient.native import users_of
 from ...zero_1_and_2.layout import Layout
 from ...zero_1_and_2.messages import warn
+from .at_rest import NOT_TRAINED
 from .segments import Segment, aligned
 
 ANOTHER_KIND_OF_TRAINED = (
@@ -95,6 +96,7 @@ class UnitMemory:
             that autograd has saved. The memory holds the parameters' values then, and those who have it may change
             these.
         external_views_are_current: whether trained parameters in that memory have had no step since.
+        asked: the names of frozen parameters of which someone has asked, without gradients, that they be trained.
     """
 
     def __init__(
@@ -141,6 +143,7 @@ class UnitMemory:
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._stream: Any = None  # on which the buffer's memory was allocated
         self.has_external_views = self.external_views_are_current = False
+        self.asked: Set[str] = set()
 
     @property
     def name(self) -> str:
@@ -158,6 +161,13 @@ class UnitMemory:
     def trains(self, name: str) -> bool:
         """Whether the optimizer has a parameter."""
         return any(slot.is_trained for slot in self._slots.get(name, ()))
+
+    def refuse_to_train(self) -> None:
+        """Raises RuntimeError if a frozen parameter that is sharded is to be trained. Called before a forward."""
+        for name in self.asked:
+            if self._parameters[name].requires_grad:
+                raise RuntimeError(NOT_TRAINED.format(name))
+        self.asked.clear()
 
     def slots(self) -> Iterator[TensorSlot]:
         """Yields the slots of the tensors of all parameters."""

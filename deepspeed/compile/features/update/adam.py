@@ -61,6 +61,11 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
         return _OF_OTHERS.format(type(optimizer).__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "cannot be differentiated; set the optimizer's differentiable to false"
+    # The average moves by a part of its difference to the square of a gradient, in which a much smaller one is lost.
+    # Of an average that moves by most of it, nothing would be left. The host does not wait to read a tensor.
+    betas = [group["betas"][1] for group in optimizer.param_groups]
+    if any(not torch.is_tensor(beta) and beta < 0.5 for beta in betas):
+        return "loses squares of falling gradients where betas[1] is below 0.5; raise it"
     return None
 
 
@@ -155,8 +160,7 @@ class OnePassAdam:
             return None
         master, state = partition.master, partition.state
         if (
-            not is_adam(partition.optimizer)
-            or partition.group.get("differentiable")
+            problem_with(partition.optimizer) is not None
             or master.numel() < LEAST_NUMEL
             or "step" not in state
             or not all(is_fp32(tensor, master) for tensor in (master, *map(state.get, names_of_states(partition))))

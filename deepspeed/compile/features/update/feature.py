@@ -57,7 +57,7 @@ class Update(Feature):
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
-        return muon_in_engine.clipped_updates(request.engine.optimizer)
+        return muon_in_engine.warnings(request.engine.optimizer)
 
     optimizer_mixins: Tuple[type, ...] = (FormOfStates,)
 

@@ -84,7 +84,7 @@ def _unsupported(request):
     if engine.zero_cpu_offload():
         yield (
             "zero_optimization.offload_optimizer is not supported with Muon, whose updates are computed on the "
-            "device; leave it out"
+            "device; leave it out, or set compile.deepcompile to false"
         )
     if engine.zero_elastic_checkpoint():
         yield (
@@ -99,9 +99,8 @@ def _unsupported(request):
 
 
 def _unsupported_matrices(optimizer):
-    """Yields a sentence for each parameter that is no matrix, and one if partitions cut too many matrices."""
-    matrices_by_group = matrices_of(optimizer, layouts_of(optimizer))
-    for group, matrices in matrices_by_group.items():
+    """Yields a sentence for each parameter that is no matrix."""
+    for group, matrices in matrices_of(optimizer, layouts_of(optimizer)).items():
         for matrix in matrices:
             name, shape, heads = matrix.name, matrix.size, matrix.heads
             if len(shape) < 2:
@@ -111,21 +110,25 @@ def _unsupported_matrices(optimizer):
                     f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
                     "set it to None"
                 )
-    cut = [len(matrix.owners) for matrices in matrices_by_group.values() for matrix in matrices]
-    owners, count = sum(cut), len(cut)
-    if owners > 2 * count:
-        yield (
-            f"each of Muon's {count} matrices would be orthogonalized on {owners / count:.1f} ranks on average, "
-            "because partitions are smaller than matrices; use fewer ranks, or AdamW"
-        )
 
 
-def clipped_updates(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
-    """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
-    norm = norm_of_updates(matrices_of(optimizer, layouts_of(optimizer)))
+def warnings(optimizer: DeepSpeedZeroOptimizer) -> Iterator[str]:
+    """Yields a sentence if clipping divides all of Muon's updates, and one if many ranks compute each of them.
+
+    Both are so without DeepCompile too.
+    """
+    matrices_by_group = matrices_of(optimizer, layouts_of(optimizer))
+    norm = norm_of_updates(matrices_by_group)
     if 0 < optimizer.clip_grad < norm:
         yield (
             f"gradient_clipping={optimizer.clip_grad} clips the norm of Muon's updates, about {norm:.0f} in every "
             f"step, so it divides all learning rates, Adam's too, by about {norm / optimizer.clip_grad:.0f}; set "
             "gradient_clipping to 0"
+        )
+    cut = [len(matrix.owners) for matrices in matrices_by_group.values() for matrix in matrices]
+    owners, count = sum(cut), len(cut)
+    if owners > 2 * count:
+        yield (
+            f"each of Muon's {count} matrices takes the time and the momentum's memory of {owners / count:.1f} ranks "
+            "on average, because partitions are smaller than matrices; use fewer ranks, or AdamW, if that is too much"
         )

@@ -10,11 +10,13 @@ whole.
 """
 
 import contextlib
+import errno
 import glob
 import os
 import pickle
+import shutil
 import zipfile
-from typing import TYPE_CHECKING, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Dict, Iterator, Optional, Set
 
 import torch
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 LATEST = "latest"
+# What a rename raises where a mount, such as that of an object store, knows none, or none of this file.
+_NO_RENAME = {errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV}
+# The devices where a rename has raised this.
+_without_renames: Set[int] = set()
 
 
 class Written:
@@ -51,12 +57,12 @@ def unfinished(path: str) -> str:
 def begin(writer: "TorchCheckpointEngine") -> None:
     """Called by ``create()``. What an interrupted save of this process has left is removed."""
     drop(writer)
-    writer.written = Written()
+    writer.written, writer.overwrites = Written(), False
 
 
 def keeps_earlier(writer: "CheckpointEngine") -> bool:
     """Whether files of an earlier checkpoint with the same tag stay until all are written. Others are overwritten."""
-    return hasattr(writer, "written")
+    return hasattr(writer, "written") and not getattr(writer, "overwrites", False)
 
 
 def drop(writer: "CheckpointEngine") -> None:
@@ -75,7 +81,7 @@ def replacing(path: str) -> Iterator[str]:
     other = unfinished(path)
     try:
         yield other
-        os.replace(other, path)
+        _rename(other, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(other)
@@ -86,6 +92,12 @@ def replacing(path: str) -> Iterator[str]:
 def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     """Context in which a file is written under the name that this yields. ``commit()`` gives the file its own."""
     written = getattr(writer, "written", None)
+    if _is_written_in_place(path):
+        # Not in `written`, which is gone when a save that has failed says what is whole.
+        writer.overwrites = True
+        with noting_error(writer):
+            yield path
+        return
     if written is None:
         # Nobody has called create(), so nobody may call commit().
         with replacing(path) as other:
@@ -96,6 +108,14 @@ def writing(writer: "TorchCheckpointEngine", path: str) -> Iterator[str]:
     written.names[other] = path
     with noting_error(writer):
         yield other
+
+
+def _is_written_in_place(path):
+    # A program that replaces torch.save() may write later, under the name that it was given.
+    if torch.save is not torch.serialization.save:
+        return True
+    folder = os.path.dirname(path) or os.curdir
+    return os.path.isdir(folder) and os.stat(folder).st_dev in _without_renames
 
 
 @contextlib.contextmanager
@@ -120,14 +140,29 @@ def raise_error(writer: "CheckpointEngine") -> None:
         raise error
 
 
-def give_names(writer: "TorchCheckpointEngine") -> None:
-    """Called by ``commit()``. Gives the files that were written their own names, in place of earlier ones."""
+def give_names(writer: "CheckpointEngine") -> None:
+    """Called before and by ``commit()``, which a subclass may override. Gives the files that were written their own
+    names, in place of earlier ones."""
     raise_error(writer)
     written = getattr(writer, "written", None)
     if written is not None:
         for other, path in written.names.items():
-            os.replace(other, path)
-    writer.written = None
+            _rename(other, path)
+        writer.written = None
+
+
+def _rename(other, path):
+    """Puts a file in place of an earlier one. Copies it where that is the only way, and remembers the device."""
+    try:
+        os.replace(other, path)
+    except OSError as error:
+        if error.errno not in _NO_RENAME:
+            raise
+        shutil.copyfile(other, path)
+        _without_renames.add(os.stat(path).st_dev)
+        # Such a mount may refuse to delete, too.
+        with contextlib.suppress(OSError):
+            os.unlink(other)
 
 
 @contextlib.contextmanager
@@ -167,12 +202,13 @@ def _instead(path):
     if latest is None or os.path.isdir(os.path.join(checkpoint, "zero")):
         # Not a folder of checkpoints, or a universal checkpoint, which latest_universal names.
         return ""
-    if latest != tag:
+    if latest != tag and os.path.isdir(os.path.join(folder, latest)):
         return f"; load the last whole checkpoint in {folder}, whose tag is {latest!r}"
-    # This one was saved by a DeepSpeed that names a checkpoint before all ranks have written it.
+    # The latest one is gone, or is this one, saved by a DeepSpeed that names a checkpoint before all ranks have
+    # written it.
     files = glob.glob(os.path.join(glob.escape(folder), "*", name))
     others = [file for file in files if os.path.dirname(file) != checkpoint]
     if others:
         newest = os.path.basename(os.path.dirname(max(others, key=os.path.getmtime)))
-        return f"; load an earlier checkpoint in {folder}, such as the one with the tag {newest!r}"
+        return f"; load another checkpoint in {folder}, such as the one with the tag {newest!r}"
     return ""

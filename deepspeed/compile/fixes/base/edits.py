@@ -47,12 +47,19 @@ EDITS = {
             "            with open(os.path.join(commit_info.save_dir, 'latest'), 'w') as fd:\n"
             "                fd.write(commit_info.tag)\n"
         ): "        whole_checkpoints.commit(self, commit_info)\n",
+        "        self.checkpoint_engine.commit(commit_info)\n\n        return True\n": (
+            "        whole_checkpoints.checkpoint_files.give_names(self.checkpoint_engine)\n..."
+        ),
         "        sd_loader = SDLoaderFactory.get_sd_loader(ckpt_list, checkpoint_engine": (
             "        if not ckpt_list:\n            whole_checkpoints.refuse(self._get_ckpt_name(load_dir, tag))\n..."
         ),
         "            self._copy_recovery_script(save_path)\n": (
             "            with whole_checkpoints.checkpoint_files.noting_error(self.checkpoint_engine):\n    ..."
         ),
+        "            self.load_module_state_dict(checkpoint=checkpoint,\n": (
+            "            whole_checkpoints.begin_to_load(self)\n..."
+        ),
+        "            zero_sd_list = None\n": "            whole_checkpoints.begin_to_load(self)\n...",
         "            zero_sd_list = self._get_all_zero_checkpoints(load_dir, tag)\n": (
             "            with whole_checkpoints.reading_partitions(self):\n    ..."
         ),
@@ -110,7 +117,7 @@ EDITS = {
         "from deepspeed.utils.logging import logger\n": "...from deepspeed.compile.fixes.base import packed_rows\n",
         "        self.core_attn_implementation = None  # set by": "        self.rows_are_packed = False\n...",
         "        uattn.core_attn_implementation = core_attn_implementation\n": (
-            "...        UlyssesSPDataLoaderAdapter.attention = uattn\n"
+            "...        packed_rows.ATTENTIONS.add(uattn)\n"
         ),
         '        kwargs["position_ids"] = torch.cat(position_ids_list, dim=1)\n': (
             "..."
@@ -118,7 +125,7 @@ EDITS = {
             "        attention_mask = packed_rows.mask(self, module, kwargs['position_ids'], attention_mask, window)\n"
         ),
         "            chunk_len = seq_length // self.sp_world_size\n": (
-            "...            packed_rows.look(getattr(self, 'attention', None), batch['position_ids'])\n"
+            "...            packed_rows.look(batch['position_ids'])\n"
         ),
         "        for k in batch.keys():\n            if torch.is_tensor(batch[k]):\n                batch": (
             "        batch = packed_rows.without_lengths(batch)\n..."

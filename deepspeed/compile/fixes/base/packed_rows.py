@@ -7,8 +7,8 @@ To DeepSpeed: ``UlyssesSPAttentionHF`` drops the mask of transformers. Only flas
 layer attends to all tokens before. Please make a mask of the gathered positions. With "flex_attention" it is the same.
 """
 
-import functools
-from typing import TYPE_CHECKING, Any, Dict, Optional
+from typing import TYPE_CHECKING, Any, Dict, Optional, Set
+from weakref import WeakSet
 
 import torch
 from torch.nn import Module
@@ -28,6 +28,14 @@ WINDOWS = (
     "where ranks share sequences and attn_implementation is 'flex_attention', layers with a sliding window attend to "
     "all tokens before; use 'sdpa' or 'flash_attention_2'"
 )
+MEMORY = (
+    "where ranks share sequences and attn_implementation is 'sdpa', each layer makes a mask of {:.1f} GiB, a byte for "
+    "each pair of tokens; use 'flash_attention_2'"
+)
+# The attention of all models that share sequences, each of which may get the rows of a loader.
+ATTENTIONS: "WeakSet[UlyssesSPAttentionHF]" = WeakSet()
+# The messages that this process has logged.
+_SAID: Set[str] = set()
 # What collators without padding tell of a row beside its positions.
 _LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -54,27 +62,35 @@ def warn_of_windows(implementation: str, config: Any) -> None:
         logger.warning(WINDOWS)
 
 
-def look(attention: Optional["UlyssesSPAttentionHF"], position_ids: torch.Tensor) -> None:
-    """Tells ``attention`` if a row holds several texts. All ranks of a sequence call it with the same whole rows.
+def look(position_ids: torch.Tensor) -> None:
+    """Tells each attention if a row holds several texts. All ranks of a sequence call it with the same whole rows.
 
     Later rows count as such too, so that code that is compiled need not ask.
 
     Args:
-        attention: of a model that shares sequences, or None if there is none.
         position_ids: int64 [rows, tokens].
     """
-    if attention is None or attention.rows_are_packed:
-        return
+    untold = [attention for attention in ATTENTIONS if not attention.rows_are_packed]
     # A row may end in padding, of which all positions are 0.
-    if bool(((position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)).any()):
-        attention.rows_are_packed = True
-        if attention.core_attn_implementation == "flex_attention":
-            _warn()
+    if untold and bool(((position_ids[:, 1:-1] == 0) & (position_ids[:, 2:] == 1)).any()):
+        for attention in untold:
+            attention.rows_are_packed = True
+            if attention.core_attn_implementation == "flex_attention":
+                _warn(FLEX)
+    # Compiled code that makes the mask does not warn.
+    if any(attention.rows_are_packed and attention.core_attn_implementation == "sdpa" for attention in ATTENTIONS):
+        _warn_of_memory(position_ids.shape[0] * position_ids.shape[1] ** 2)
 
 
-@functools.cache
-def _warn():
-    logger.warning(FLEX)
+def _warn_of_memory(size):
+    if size >= 2**30:
+        _warn(MEMORY, size / 2**30)
+
+
+def _warn(message, *values):
+    if message not in _SAID:
+        _SAID.add(message)
+        logger.warning(message.format(*values))
 
 
 def mask(
@@ -95,14 +111,16 @@ def mask(
     packed, tokens = attention.rows_are_packed, position_ids.shape[1]
     if attention.core_attn_implementation != "sdpa" or not (packed or window is not None and tokens > window):
         return given
+    if not torch.compiler.is_compiling():
+        _warn_of_memory((position_ids.shape[0] if packed else 1) * tokens**2)
     places = torch.arange(tokens, device=position_ids.device)
     # Only bool has a value for each pair of tokens.
     query, farthest = places[:, None], tokens if window is None else window
     last = query if getattr(module, "is_causal", True) else query + farthest - 1
     seen = (places <= last)[None]
     if window is not None:
-        seen = seen & (places > query - window)
+        seen &= places > query - window
     if packed:
         texts = (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(1)
-        seen = seen & (texts[:, :, None] == texts[:, None])
+        seen = (texts[:, :, None] == texts[:, None]).logical_and_(seen)
     return seen[:, None]

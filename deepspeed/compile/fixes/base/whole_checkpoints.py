@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The file ``latest`` names a checkpoint only when all ranks have written it.
+"""Checkpoints are saved and loaded as a whole: ``latest`` names one only when all ranks have written it.
 
 To DeepSpeed: the first rank writes ``latest`` when it has written its own files. If another rank is killed while it
 still writes, ``latest`` names a checkpoint that cannot be loaded, although an earlier one is whole. Please wait for
@@ -17,6 +17,7 @@ import deepspeed.comm as dist
 from deepspeed.utils.logging import logger
 
 from ...zero_1_and_2.collectives import every_rank_raises, of_first_rank
+from ...zero_1_and_2.hooks import Hook
 from . import checkpoint_files
 from .timeouts import trains_here
 
@@ -34,6 +35,7 @@ def tells_which_is_whole(save: Callable[..., bool]) -> Callable[..., bool]:
 
     @functools.wraps(save)
     def save_checkpoint(engine, save_dir, tag=None, *args, **kwargs):
+        _refuse_half_loaded(engine)
         engine._save_has_come_to = WRITES
         try:
             return save(engine, save_dir, tag, *args, **kwargs)
@@ -67,7 +69,7 @@ def _say_which_is_whole(engine, folder, tag):
 def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     """Called on all ranks when each has written its files: gives these their names, and names the checkpoint.
 
-    An earlier checkpoint of the same tag stays whole until all ranks have written.
+    An earlier checkpoint of the same tag stays whole until all ranks have written, unless they write in place.
 
     Raises:
         Exception: on every rank, if a rank could not write a file. Without DeepCompile on that rank alone.
@@ -81,6 +83,7 @@ def commit(engine: "DeepSpeedEngine", info: "CheckpointCommitInfo") -> None:
     engine._save_has_come_to = REPLACES
     with _on_every_rank(engine, f"put its files of the checkpoint {info.tag} in place"):
         if not writer.is_decoupled():
+            checkpoint_files.give_names(writer)
             writer.commit(info)
     engine._save_has_come_to = IS_WHOLE
     with _on_every_rank(engine, f"name the checkpoint {info.tag} in the file latest"):
@@ -118,9 +121,46 @@ def loads_one_checkpoint(load: Callable[..., Any]) -> Callable[..., Any]:
             and not asked.arguments["load_module_only"]
         ):
             _refuse_other_checkpoints(engine, load_dir, tag)
-        return load(engine, load_dir, tag, *args, **kwargs)
+        return _load_all(engine, functools.partial(load, engine, load_dir, tag, *args, **kwargs))
 
     return load_checkpoint
+
+
+def begin_to_load(engine: "DeepSpeedEngine") -> None:
+    """Called when a checkpoint is about to change weights."""
+    engine._has_begun_to_load = True
+
+
+def _load_all(engine, load):
+    """Loads a checkpoint. If that raises when weights have changed, the engine refuses to go on until a load succeeds.
+
+    Otherwise the next step would apply gradients of the loaded weights to master weights of before, with the
+    scheduler and the counts of the checkpoint. To DeepSpeed: this is so without DeepCompile. Please refuse it.
+    """
+    said, hook = vars(engine).pop("_half_loaded", (None, None))
+    if hook is not None:
+        hook.remove()
+    engine._has_begun_to_load = False
+    try:
+        loaded = load()
+        # A folder without checkpoints is no error.
+        said = said if loaded[0] is None else None
+        return loaded
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}" if engine._has_begun_to_load else said
+        raise
+    finally:
+        if said is not None and trains_here(engine):
+            engine._half_loaded = said, engine.register_forward_pre_hook(Hook(_refuse_half_loaded))
+
+
+def _refuse_half_loaded(engine, *_):
+    if hasattr(engine, "_half_loaded"):
+        said, _ = engine._half_loaded
+        raise RuntimeError(
+            f"the last load of a checkpoint ended half way ({said}), so that the weights are not those of the "
+            "optimizer; load a checkpoint before going on, or create a new engine"
+        )
 
 
 def _refuse_other_checkpoints(engine, folder, tag):

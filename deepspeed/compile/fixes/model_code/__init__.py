@@ -7,4 +7,4 @@ file, and its lines in ``feature.py``.
 """
 
 # Parts without which this one does not work.
-NEEDS = ("features.configuration", "features.blocks")
+NEEDS = ("fixes.base", "features.configuration", "features.blocks")

@@ -13,6 +13,8 @@ import sys
 
 import torch
 
+from ..base.subclasses import is_dtensor
+
 
 def trace_adapted_parameters() -> None:
     """Changes how these adapters are applied for the rest of the process, if peft has been imported."""
@@ -29,9 +31,12 @@ def _substitute(wrapper, stored_low):
     @functools.wraps(original)
     def activate(self, active_adapters):
         adapters = [adapter for adapter in active_adapters if adapter in self.lora_A]
+        parameter = self.get_param()
         # peft adds to weights of these formats in another dtype.
-        is_low = any(getattr(torch, name, None) == self.get_param().dtype for name in stored_low)
-        if adapters and not is_low:
+        is_low = any(getattr(torch, name, None) == parameter.dtype for name in stored_low)
+        # ZeRO-3 looks for its parameters in the layer, and FSDP2 puts its own into the layer.
+        is_sharded = hasattr(parameter, "ds_id") or is_dtensor(parameter)
+        if adapters and not is_low and not is_sharded:
             return _adapted(self, adapters)
         return original(self, active_adapters)
 

@@ -5,7 +5,7 @@
 import textwrap
 from typing import List, Optional, Sequence
 
-from .estimate import GIB, RESERVED, Answer, Row
+from .estimate import GIB, RESERVED, Answer, Row, most_gpus
 
 COLUMNS = 80
 # Rows, the recommended one among them, and without that of the configuration.
@@ -81,6 +81,8 @@ def text_of(answer: Answer, model: str, shows_all: bool) -> List[str]:
         '"time" is that of a step as a multiple of plain ZeRO-1\'s, measured with Qwen3-8B on 2 H200s, and not with '
         "this model."
     )
+    if asked.gpus > 2:
+        notes.append("On 4 H200s FSDP2 with whole parameters took 1.04 times as long as this fork.")
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     notes.append(
         f"Off the {asked.memory:g} GB, which a GPU shows as GiB, go {left_out} (measured on 1 and 2 H200s). Beyond "
@@ -110,7 +112,8 @@ def _advice(answer, dtype):
         return _wrapped("Recommended: no mode, because activations are unknown. The reason stands below the table.")
     said = f"Nothing fits on {_gpus(answer)}."
     if answer.enough is None:
-        return _wrapped(f"{said} More GPUs do not help: take shorter sequences, or GPUs with more memory.")
+        tried = f"Nor does anything on up to {most_gpus(answer.question)}"
+        return _wrapped(f"{said} {tried}: take shorter sequences, or GPUs with more memory.")
     gpus, enough = answer.enough
     return _wrapped(f"{said} On {gpus}, {enough.mode.name} fits.")
 

@@ -15,16 +15,21 @@ from .modes import Mode, Question
 _SAYS = "the configuration"
 # Options that change the memory in a way that is not estimated, unless they are off.
 _NOT_ESTIMATED = (
+    "autotuning.enabled",
     "bf16.bf16_master_weights_and_grads",
     "bf16.bf16_optimizer_states",
     "communication_data_type",
+    "data_efficiency.data_routing.random_ltd.enabled",
     "data_types.grad_accum_dtype",
     "data_types.param_dtype",
+    "expert_parallel.enabled",
     "fp16.fp16_master_weights_and_grads",
+    "hybrid_engine.enabled",
     "pipeline",
     "tensor_parallel",
     "torch_autocast.enabled",
     "weight_quantization",
+    "zero_optimization.offload_optimizer.super_offload",
     "zero_optimization.parameter_alignment",
     "zero_optimization.round_robin_gradients",
     "zero_optimization.zenflow",
@@ -83,6 +88,16 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are estimated"),
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not estimated"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
+        (host == "cpu" and section.store_param_remainders, "has remainders with its optimizer on the host"),
+        (host == "cpu" and section.optimizer_states, "has states in 8 bits with its optimizer on the host"),
+        (
+            section.shard_parameters == "all" and section.overlap_param_gather,
+            "has overlap_param_gather with sharded parameters",
+        ),
+        (
+            sharing > 1 and parsed.seq_parallel_communication_data_type != torch.float32,
+            "has seq_parallel_communication_data_type, which is not estimated",
+        ),
         (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not estimated"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
         *(

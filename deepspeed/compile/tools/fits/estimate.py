@@ -44,11 +44,11 @@ SHOWN = 0.985
 # 1.30 to 1.81 alone, by `benchmarks.fits_here`, and 2.05 to 2.52 with NCCL between 2 GPUs, by `benchmarks.compare`.
 # NCCL between more GPUs may take more.
 CONTEXT, NCCL = 1.81, 0.71
-# The memory that the allocator reserved beyond the peak, as a part of the peak: the most in docs/results/tables.md's
-# tables, on GPUs with memory to spare. Short of memory it may reserve less, which was not measured.
-RESERVED = {"fork": 0.23, "fork in tiles": 0.34, "fsdp2": 0.36}
+# The memory that the allocator reserved beyond the peak, as a part of the peak: the most that benchmarks.measure and
+# benchmarks.lengths have seen, on GPUs with memory to spare. Short of memory it may reserve less: not measured.
+RESERVED = {"fork": 0.23, "fork in tiles": 0.41, "fsdp2": 0.36}
 _PHASES = ("forward", "backward", "step")
-# Where no mode fits, up to so many GPUs are tried.
+# Where no mode fits, up to so many GPUs are tried, and at least up to eight times those that are asked for.
 MOST_GPUS = 256
 
 
@@ -82,7 +82,7 @@ class Answer(NamedTuple):
     first: Row  # the row of the configuration, or of the first mode
     notes: List[str]  # sentences that say what could not be estimated, and why
     has_config: bool  # whether the question has a configuration
-    # Where no mode fits, a number of GPUs on which one does, and its row. None if ``MOST_GPUS`` are too few.
+    # Where no mode fits, a number of GPUs on which one does, and its row. None if so many as are tried are too few.
     enough: Optional[Tuple[int, Row]] = None
 
     @property
@@ -331,6 +331,8 @@ def fits(
             f"{' and '.join(unread).capitalize()} are not counted: what reads them has activations and gradients "
             "beyond these figures."
         )
+    if getattr(getattr(subject.model, "config", None), "quantization_config", None):
+        notes.append("The quantization of the configuration is not counted: these are the figures of dense weights.")
     if subject.without_adapters:
         notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
     found = [row_of(subject, mode, question) for mode in (*given, *modes)]
@@ -363,10 +365,16 @@ def fits(
     return answer
 
 
+def most_gpus(question: Question) -> int:
+    """Returns up to how many GPUs are tried where no mode fits."""
+    return max(MOST_GPUS, 8 * question.gpus)
+
+
 def _enough_gpus(subject, question):
     """Returns the first of twice, four times ... as many GPUs on which a mode of the fork fits, and the mode's row."""
     modes = None
-    while question.gpus * 2 <= MOST_GPUS:
+    most = most_gpus(question)
+    while question.gpus * 2 <= most:
         question = dataclasses.replace(question, gpus=question.gpus * 2)
         if modes is None:
             modes = modes_for(question, any(subject.frozen_of_blocks), bool(subject.repeated))
@@ -435,7 +443,9 @@ def states(flat: Sequence[torch.Tensor], ranks: int, mode: Mode) -> Dict[str, in
 
 
 def _lines_of(subject, mode):
-    return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
+    # All models of transformers have the method, and those that do not support it raise in it.
+    has_method = hasattr(subject.model, "gradient_checkpointing_enable")
+    return mode.lines(getattr(subject.model, "supports_gradient_checkpointing", has_method), not subject.blocks)
 
 
 def _parameters(subject, mode, ranks):
@@ -501,7 +511,9 @@ def _of_fork(subject, mode, activations, question):
         return Row(mode, lines, at_rest, None, None, step, step, "step", 0, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
-    key = arrivals, ranks, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
+    # DeepSpeed's default where several ranks share a sequence.
+    sent = torch.float32 if question.sequence_ranks > 1 else None
+    key = arrivals, ranks, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload, sent
     if key not in subject.sent:
         subject.sent[key] = send(flat, *key)
     gradients = subject.sent[key]

@@ -6,7 +6,7 @@ The native reducer itself counts the gradients: it gets tensors without memory, 
 """
 
 import contextlib
-from typing import Iterator, List, NamedTuple, Sequence
+from typing import Iterator, List, NamedTuple, Optional, Sequence
 
 import torch
 from torch.distributed import ProcessGroup
@@ -57,6 +57,7 @@ def send(
     bucket: int = Question.bucket,
     overlap: bool = True,
     on_host: bool = False,
+    sent: Optional[torch.dtype] = None,
     rank: int = 0,
 ) -> Sent:
     """Returns the gradients of a step that one rank's reducer holds.
@@ -68,6 +69,7 @@ def send(
         accumulation: micro-batches in a step.
         overlap: whether buckets travel while the backward goes on.
         on_host: whether arrived gradients lie in host memory, which does not count.
+        sent: the dtype in which gradients are sent, if not the parameters'.
         rank: which of the ranks. The first has as much as any: the last ones have padding in its place.
 
     Raises:
@@ -111,7 +113,7 @@ def send(
         last = {index: place for place, index in enumerate(arrivals)}
         for index in sorted(range(len(parameters)), key=lambda index: -last.get(index, len(arrivals))):
             place = layout.places[index]
-            reducer.register_parameter(group, str(index), place.parameter, dtype, place.shard, place.offset)
+            reducer.register_parameter(group, str(index), place.parameter, sent or dtype, place.shard, place.offset)
         for _ in range(accumulation - 1):
             reducer.begin_backward(stage == 2)
             for index in arrivals:

@@ -3,8 +3,10 @@
 """The lines of this fork in ``ds_report``."""
 
 import os
+import runpy
 import subprocess
-from typing import List, Tuple
+from pathlib import Path
+from typing import Iterator, List, Tuple
 
 import torch
 
@@ -22,6 +24,22 @@ def commit() -> str:
         except (OSError, subprocess.CalledProcessError):
             pass
     return deepspeed.__git_hash__
+
+
+def outdated() -> Iterator[str]:
+    """Yields a sentence if the links to a checkout (``pip install -e``) are not those that it would get now."""
+    import deepspeed
+
+    if os.path.islink(__file__):
+        # The checkout's own script says what makes links, and how that is told.
+        checkout, linked = Path(__file__).resolve().parents[4], Path(deepspeed.__file__).parents[1]
+        setup = runpy.run_path(str(checkout / "setup.py"))
+        made = linked / setup["RECIPE"]
+        if not made.is_file() or made.read_text() != setup["recipe"]():
+            yield (
+                "the checkout has other files, or edits DeepSpeed in another way, than at its installation; run "
+                f"pip install --no-build-isolation -e {checkout}"
+            )
 
 
 def report() -> List[Tuple[str, str]]:
@@ -42,6 +60,7 @@ def report() -> List[Tuple[str, str]]:
     else:
         built = "not built; the first training builds it, which may take a minute"
     return [
+        *(("fork's links", sentence) for sentence in outdated()),
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),
         ("fork's torch", f"tested with {tested()}; the installed {release} {was_tested}"),

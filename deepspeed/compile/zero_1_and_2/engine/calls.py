@@ -6,9 +6,12 @@ Optional parts have lines and functions of their own.
 """
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 
 import torch
+
+from deepspeed.utils import logger
 
 from ..gradient.native import reducer_module
 from .state import state_of
@@ -37,11 +40,12 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
     deepcompile.reducer.follow_stream()
     if torch.is_grad_enabled():
         deepcompile.backward.forward_begins()
-    # Whether DeepSpeed's prologue takes times or casts inputs. The report of the throughput alone does not count,
-    # because its timer would synchronize the device in every step.
+    # Whether DeepSpeed's prologue takes times or casts inputs. The throughput counts only if its report is shown,
+    # because its timer synchronizes the device in every micro-batch.
     acts = engine.is_deepcompile_active() and (
         engine.wall_clock_breakdown()
         or engine.memory_breakdown()
+        or (engine.steps_per_print() is not None and logger.isEnabledFor(logging.INFO))
         or (engine.fp16_enabled() and engine.fp16_auto_cast())
     )
     if acts:

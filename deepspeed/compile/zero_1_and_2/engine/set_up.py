@@ -117,8 +117,8 @@ def _refuse_other_gathers(runs, group):
     with every_rank_raises("set an engine up", group):
         if runs != of_first:
             raise ValueError(
-                "this rank gathers parameters in another order than the first rank, because it is to compile other "
-                "blocks; build the same model on every rank, with the same forwards, or set "
+                "this rank gathers parameters in another order than the first rank, because its blocks or the order "
+                "of its modules differ; build the same model on every rank, with the same forwards, or set "
                 "compile.overlap_param_gather to false"
             )
 

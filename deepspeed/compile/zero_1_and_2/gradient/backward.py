@@ -375,9 +375,15 @@ class BackwardLife:
                     targets,
                     self._view_specs[group],
                     padding.cpu() if self._placement.on_host else padding,
-                    functools.partial(self._reducer.release, group),
+                    functools.partial(_release, weakref.ref(self._reducer), group),
                     is_fixed=self._placement.on_host,
                 )
                 self._handed_over.append(views)
                 self._placement.hand_over(optimizer, group, views)
         self._step.forward_since_hand_over = False
+
+
+def _release(reducer, group):
+    # Weak, because parameters hold the views, and the reducer holds parameters where Python's collector sees no cycle.
+    if (living := reducer()) is not None:
+        living.release(group)

@@ -37,7 +37,7 @@ def reducer_module() -> Any:
         module = builder.load_reducer()
     except Exception as error:
         lacking = builder.lacking()
-        why = f"this machine lacks {lacking}" if lacking else "the output above says why"
+        why = f"this machine lacks {lacking}" if lacking else error
         raise RuntimeError(f"DeepCompile could not build its native code: {why}") from error
     # Nothing uses the results of these operators, but dead-code elimination must keep their calls.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):

@@ -172,11 +172,19 @@ def run_as_traced(gm: GraphModule, inputs: Sequence, partitioner: ReduceGradPart
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner)(gm, inputs)
 
 
-def _generate_code(gm, example_inputs, partitioner, mode, options):
+def patches_of(mode: Optional[str], options: Optional[Dict[str, Any]]) -> Dict[str, Any]:
+    """Returns the changes of Inductor's configuration that a mode and options of torch.compile ask for."""
     from torch._inductor import list_mode_options
+
+    # In names of options, torch takes a dash for an underscore.
+    named = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    return {**(list_mode_options(mode) if mode else {}), **named}
+
+
+def _generate_code(gm, example_inputs, partitioner, mode, options):
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
+    patches = {**patches_of(mode, options), "custom_partitioner_fn": partitioner}
     # A graph that serves several layers is compiled for one. Inductor takes the others' parameters for aligned too,
     # and they are: shards of all parameters have a multiple of SHARD_MULTIPLE elements.
     return compile_fx(gm, example_inputs, config_patches=patches)

@@ -7,6 +7,7 @@ a class that is an :class:`EvenOrder`.
 """
 
 import functools
+import gc
 from typing import Any, Collection, Dict, List, Type
 
 import torch
@@ -16,9 +17,16 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import every_rank_raises
 from ..feature import classes
+from ..gradient.native import users_of
 from ..layout import Layout
+from ..messages import log_notice
 from ..parameter.carrier import carrier_of
 from ..parameter.runs import own_parameters
+
+OF_BEFORE = (
+    "a tensor that was taken before the engine was compiled, such as a kept parameter.data, a state_dict() or the "
+    "output of a forward with gradients, does not follow the parameters from now on; keep the parameters instead"
+)
 
 
 class EvenOrder(DeepSpeedZeroOptimizer):
@@ -113,14 +121,19 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, layouts: List[Layout], whole_states
     optimizer.__class__ = even_class(type(optimizer))  # type: ignore[assignment,arg-type]
     assert isinstance(optimizer, EvenOrder)
     optimizer.even_layouts, optimizer.whole_states = layouts, whole_states
+    kept = []  # of each group, whether the caller keeps tensors of the memory that it leaves
     for group, layout in enumerate(layouts):
         # Parameters that were cut while they came from the host are in our order already.
         if group not in sharded:
-            _adopt_group(optimizer, group, layout)
+            kept.append(_adopt_group(optimizer, group, layout))
+    if any(kept):
+        # Each rank says so itself: one may be the only one on which somebody keeps a tensor.
+        log_notice(OF_BEFORE, torch.distributed.get_rank())
     optimizer.is_in_our_order()
 
 
 def _adopt_group(optimizer, group, layout):
+    """Returns whether somebody else keeps memory of the parameters that the group has left."""
     master, flat = optimizer.single_partition_of_fp32_groups[group], optimizer.bit16_groups_flat[group]
     values = optimizer.masters_from_base(group)
     if optimizer.cpu_offload:
@@ -138,6 +151,11 @@ def _adopt_group(optimizer, group, layout):
     for place, like in zip(layout.places, optimizer.round_robin_bit16_meta[group], strict=True):
         there = moved.narrow(0, place.first, place.numel).view(like.shape)
         place.parameter.data = there.copy_(place.parameter.data)
+    left = flat.untyped_storage()
+    if users_of(left) > 1:
+        # A graph that nobody needs any more may wait for Python's collector.
+        gc.collect()
+    return users_of(left) > 1
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of all gradients, whether they overflowed, and the factor that unscales and clips them."""
 
-from typing import Collection, List, Optional
+from typing import Collection, List, Optional, Tuple
 
 import torch
 
@@ -33,8 +33,12 @@ def global_norm(
     # As for every new tensor of a step, name the dtype: the caller may have changed torch's default dtype.
     squares = torch.zeros(len(optimizer.bit16_groups), dtype=torch.float64, device=device)
     for group, total in enumerate(squares):
-        if counted := _counted(optimizer, group):
+        counted, others = _counted(optimizer, group)
+        if counted:
             total.copy_(sum_of_squares(counted))
+        if others:
+            # If these overflow, NaN says so to all ranks.
+            total.add_(0.0 * sum_of_squares(others))
     # Reduce all groups at once: an optimizer may have dozens, and each collective costs its latency.
     with collective("add up the norm of the gradients"):
         dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
@@ -47,15 +51,16 @@ def global_norm(
 
 
 def _counted(optimizer, group):
-    """Lists the gradients of a group that this rank counts."""
+    """Lists the gradients of a group that this rank counts, and the others."""
+    counted: Tuple[List[torch.Tensor], List[torch.Tensor]] = [], []
     gradients = optimizer.averaged_gradients[group].targets()
-    return [
-        gradient
-        for gradient, piece in zip(gradients, layouts_of(optimizer)[group].own_pieces(), strict=True)
+    for gradient, piece in zip(gradients, layouts_of(optimizer)[group].own_pieces(), strict=True):
         # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
-        if not getattr(piece.parameter, PIPE_REPLICATED, False)
-        and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(piece.parameter))
-    ]
+        counts = not getattr(piece.parameter, PIPE_REPLICATED, False) and (
+            optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(piece.parameter)
+        )
+        counted[not counts].append(gradient)
+    return counted
 
 
 def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
